@@ -1,0 +1,58 @@
+# Every target builds the environment it needs: python3 with venv, make and git are enough to start.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+REQUIREMENTS := requirements/cpu.txt requirements/no-deps.txt pyproject.toml experiments/cpu_host/pyproject.toml
+PYTEST := $(BIN)/python -m pytest
+# Two workers share the machine: one thread each.
+PAIR := OMP_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-cpu test-compile test-sglang check lint types layers format env clean
+
+help:  ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP)  ## Serve a real model on the CPU, dense and sparse, and compare (table and picture)
+	$(BIN)/python experiments/demo.py
+
+test: test-cpu test-compile test-sglang  ## Run every test that needs no GPU
+
+test-cpu: $(STAMP)  ## Language, flows and kernels, in Triton's interpreter
+	$(PAIR) TRITON_INTERPRET=1 $(PYTEST) tests/cpu -n 2
+
+test-compile: $(STAMP)  ## Compile every flow's kernels for GPUs, without one
+	$(PAIR) env -u TRITON_INTERPRET $(PYTEST) tests/compile -n 2
+
+test-sglang: $(STAMP)  ## The plugin inside stock SGLang, on the CPU
+	env -u TRITON_INTERPRET $(PYTEST) tests/sglang
+
+check: lint types layers  ## Everything a reviewer would not want to say
+
+lint: $(STAMP)  ## Style (ruff) and forbidden words
+	$(BIN)/ruff check .
+	$(BIN)/pre-commit run --all-files --hook-stage manual
+
+types: $(STAMP)  ## Static types (pyright)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+layers: $(STAMP)  ## Imports point one way (import-linter)
+	$(BIN)/lint-imports --no-cache
+
+format: $(STAMP)  ## Sort imports and apply ruff's safe fixes
+	$(BIN)/ruff check --fix .
+
+env: $(STAMP)  ## Build the environment in .venv (2.2 GB; again when the requirements change)
+
+$(STAMP): $(REQUIREMENTS)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --progress-bar on -r requirements/cpu.txt
+	$(BIN)/pip install --quiet --progress-bar on --no-deps -r requirements/no-deps.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e . -e experiments/cpu_host
+	touch $@
+
+clean:  ## Remove the environment and everything built
+	rm -rf $(VENV) build dist out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
