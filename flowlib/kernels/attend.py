@@ -1,0 +1,218 @@
+"""Split-KV softmax attention over logical page lists: one program a (list, head tile, split), then a merge of the splits.
+
+The tokens of a list are one run of ``length * page_size`` positions, cut into tiles of BT tokens whatever the page size.
+A head dimension is cut into two powers of two (576 = 512 + 64); heads go in tiles of 16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+_HEAD_TILE = 16
+_TOKEN_TILE = 64
+_SHARED_BYTES = 128 * 1024
+_MAX_STAGES = 4
+_MERGE_BLOCK = 128
+
+_PROGRAMS = 512
+_MIN_SPLIT_TOKENS = 64
+_MAX_SPLITS = 32
+
+_LOW_PRECISION = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16}
+
+
+@triton.jit
+def attend_kernel(
+    p_q, p_k, p_v, p_table, p_seq_lens, p_pages, p_lengths, p_slopes, p_o, p_lse, qk_scale, v_scale,
+    s_q_b, s_q_h, s_k_t, s_k_h, s_v_t, s_v_h, s_o_b, s_o_h, s_o_s, s_lse_b, s_lse_h, s_lse_s, s_table, W, M,
+    H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
+    QK_TYPE: tl.constexpr, PV_TYPE: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    n_tiles: tl.constexpr = (HEADS + BH - 1) // BH
+    i_list, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
+    i_split, n_splits = tl.program_id(1), tl.num_programs(1)
+    i_b, i_lane = i_list // (H * LANES), i_list % LANES
+    i_h = (i_list // LANES) % H
+
+    o_g = i_tile * BH + tl.arange(0, BH)
+    m_g = o_g < HEADS
+    o_hq = i_h * G + i_lane + o_g
+    o_d0, o_d1 = tl.arange(0, D0), D0 + tl.arange(0, max(D1, 1))
+    o_v0, o_v1 = tl.arange(0, DV0), DV0 + tl.arange(0, max(DV1, 1))
+
+    seq_len = tl.minimum(tl.load(p_seq_lens + i_b), W * PAGE)
+    n_pages = tl.maximum(tl.minimum(tl.load(p_lengths + i_list), M), 0)
+    per_split = tl.cdiv(tl.cdiv(n_pages * PAGE, BT), n_splits) * BT
+    first = i_split * per_split
+    last = tl.minimum(first + per_split, n_pages * PAGE)
+
+    p_q += i_b * s_q_b + o_hq[:, None] * s_q_h
+    # [BH, D0]
+    b_q0 = tl.load(p_q + o_d0[None, :], mask=m_g[:, None] & (o_d0 < D)[None, :], other=0.0).to(QK_TYPE)
+    if D1 > 0:
+        # [BH, D1]
+        b_q1 = tl.load(p_q + o_d1[None, :], mask=m_g[:, None] & (o_d1 < D)[None, :], other=0.0).to(QK_TYPE)
+    if p_slopes is not None:
+        # [BH]
+        b_slope = tl.load(p_slopes + o_hq, mask=m_g, other=0.0) * 1.4426950408889634
+
+    b_max = tl.full((BH,), float("-inf"), tl.float32)
+    b_sum = tl.zeros((BH,), tl.float32)
+    b_o0 = tl.zeros((BH, DV0), tl.float32)
+    b_o1 = tl.zeros((BH, max(DV1, 1)), tl.float32)
+
+    for o in tl.range(first, last, BT):
+        o_t = o + tl.arange(0, BT)
+        # [BT]
+        b_page = tl.load(p_pages + i_list * M + o_t // PAGE, mask=o_t < last, other=-1)
+        b_pos = b_page * PAGE + o_t % PAGE
+        m_t = (b_page >= 0) & (b_pos < seq_len)
+        # [BT]
+        b_slot = tl.load(p_table + i_b * s_table + b_page, mask=m_t, other=0).to(tl.int64) * PAGE + o_t % PAGE
+
+        p_kt = p_k + b_slot[:, None] * s_k_t + i_h * s_k_h
+        # [BT, D0]
+        b_k0 = tl.load(p_kt + o_d0[None, :], mask=m_t[:, None] & (o_d0 < D)[None, :], other=0.0).to(QK_TYPE)
+        b_s = tl.dot(b_q0, tl.trans(b_k0), input_precision="ieee")
+        if D1 > 0:
+            # [BT, D1]
+            b_k1 = tl.load(p_kt + o_d1[None, :], mask=m_t[:, None] & (o_d1 < D)[None, :], other=0.0).to(QK_TYPE)
+            b_s = tl.dot(b_q1, tl.trans(b_k1), b_s, input_precision="ieee")
+        b_s *= qk_scale
+        if p_slopes is not None:
+            b_s += b_slope[:, None] * (b_pos - (seq_len - 1)).to(tl.float32)[None, :]
+        b_s = tl.where(m_t[None, :], b_s, float("-inf"))
+
+        b_new = tl.maximum(b_max, tl.max(b_s, 1))
+        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_decay = tl.exp2(b_max - b_safe)
+        b_p = tl.exp2(b_s - b_safe[:, None])
+        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+        b_max = b_new
+        b_p = b_p.to(PV_TYPE)
+
+        p_vt = p_v + b_slot[:, None] * s_v_t + i_h * s_v_h
+        # [BT, DV0]
+        b_v0 = tl.load(p_vt + o_v0[None, :], mask=m_t[:, None] & (o_v0 < DV)[None, :], other=0.0).to(PV_TYPE)
+        b_o0 = tl.dot(b_p, b_v0, b_o0 * b_decay[:, None], input_precision="ieee")
+        if DV1 > 0:
+            # [BT, DV1]
+            b_v1 = tl.load(p_vt + o_v1[None, :], mask=m_t[:, None] & (o_v1 < DV)[None, :], other=0.0).to(PV_TYPE)
+            b_o1 = tl.dot(b_p, b_v1, b_o1 * b_decay[:, None], input_precision="ieee")
+
+    b_norm = v_scale / tl.where(b_sum == 0.0, 1.0, b_sum)
+    b_lse = tl.where(b_sum == 0.0, float("-inf"), (b_max + tl.log2(b_sum)) * 0.6931471805599453)
+    p_o += i_b * s_o_b + o_hq[:, None] * s_o_h + i_split * s_o_s
+    b_o0 = (b_o0 * b_norm[:, None]).to(p_o.dtype.element_ty)
+    tl.store(p_o + o_v0[None, :], b_o0, mask=m_g[:, None] & (o_v0 < DV)[None, :])
+    if DV1 > 0:
+        b_o1 = (b_o1 * b_norm[:, None]).to(p_o.dtype.element_ty)
+        tl.store(p_o + o_v1[None, :], b_o1, mask=m_g[:, None] & (o_v1 < DV)[None, :])
+    tl.store(p_lse + i_b * s_lse_b + o_hq * s_lse_h + i_split * s_lse_s, b_lse, mask=m_g)
+
+
+@triton.jit
+def merge_kernel(
+    p_partial_o, p_partial_lse, p_o, p_lse, s_o_b, s_o_h, s_lse_b, s_lse_h,
+    HQ: tl.constexpr, DV: tl.constexpr, NS: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    i_row, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_b, i_hq = i_row // HQ, i_row % HQ
+    o_s, o_d = tl.arange(0, BS), i_d * BD + tl.arange(0, BD)
+    m_s, m_d = o_s < NS, o_d < DV
+    # [BS]
+    b_lse = tl.load(p_partial_lse + i_row * NS + o_s, mask=m_s, other=float("-inf"))
+    top = tl.max(b_lse, 0)
+    b_w = tl.exp(b_lse - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(b_w, 0)
+    # [BS, BD]
+    b_o = tl.load(p_partial_o + (i_row * NS + o_s[:, None]) * DV + o_d[None, :], mask=m_s[:, None] & m_d[None, :], other=0.0)
+    b_o = tl.sum(b_o * b_w[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(p_o + i_b * s_o_b + i_hq * s_o_h + o_d, b_o.to(p_o.dtype.element_ty), mask=m_d)
+    if i_d == 0:
+        tl.store(p_lse + i_b * s_lse_b + i_hq * s_lse_h, tl.where(total == 0.0, float("-inf"), top + tl.log(total)))
+
+
+def num_splits(max_selected_pages: int, page_size: int, rows: int) -> int:
+    """How many programs share one list, a power of two; a heuristic.
+
+    Enough that ``rows`` lists (times head tiles) give a large GPU some 512 programs, at most 32, and no split shorter
+    than 64 tokens of the longest list.
+    """
+    tokens = max_selected_pages * page_size
+    wanted = min(_MAX_SPLITS, _PROGRAMS // max(rows, 1), tokens // _MIN_SPLIT_TOKENS)
+    return 1 << (max(wanted, 1).bit_length() - 1)
+
+
+def launch_attend(
+    q: Any, k: Any, v: Any, page_table: Any, seq_lens: Any, pages: Any, lengths: Any, o: Any, lse: Any,
+    partial_o: Any, partial_lse: Any, *, num_kv_heads: int, group_size: int, lanes: int, page_size: int,
+    scale: float, k_scale: float, v_scale: float, alibi_slopes: Any = None, num_splits: int = 1,
+) -> None:  # fmt: skip
+    """Attend to the tokens of every row's page list.
+
+    Args:
+        q: ``[bs, H_q, D]``; k ``[T, H_kv, D]``, v ``[T, H_kv, Dv]``: the pool's token slots. Last axes contiguous, fp32,
+            bf16, fp16 or (k, v) fp8.
+        page_table: int32 ``[bs, W]``, logical to physical pages; seq_lens int32 ``[bs]``, tokens.
+        pages: int32 ``[bs, num_kv_heads * lanes, M]`` contiguous, logical pages; lengths int32 of its first two axes.
+            ``lanes`` is 1 (one list a kv head) or ``group_size`` (one a query head).
+        o: ``[bs, H_q, Dv]``, written; lse fp32 ``[bs, H_q]``, written, natural logarithm. An empty row gives 0 and -inf.
+        partial_o: fp32 ``[bs, H_q, num_splits, Dv]``, partial_lse fp32 ``[bs, H_q, num_splits]``, contiguous; scratch,
+            None with one split.
+        scale: factor of q . k; k_scale, v_scale: what one unit of stored k and v stands for.
+        alibi_slopes: fp32 ``[H_q]``: adds ``slope * (position - (seq_len - 1))`` to a score.
+
+    Slots at or past a row's length are never read, nor is anything of the lists past their lengths.
+    """
+    head_dim, v_head_dim, heads = k.shape[-1], v.shape[-1], group_size if lanes == 1 else 1
+    d0, d1 = _cut(head_dim)
+    dv0, dv1 = _cut(v_head_dim)
+    qk_type, pv_type = _dot_types(q, k, v)
+    if num_splits > 1:
+        out, out_lse = partial_o, partial_lse
+        s_o, s_lse = partial_o.stride()[:3], partial_lse.stride()
+    else:
+        out, out_lse, s_o, s_lse = o, lse, (*o.stride()[:2], 0), (*lse.stride(), 0)
+    block, stages = _tile(d0 + d1 + dv0 + dv1, 4 if tl.float32 in (qk_type, pv_type) else k.element_size())
+    attend_kernel[(lengths.numel() * triton.cdiv(heads, _HEAD_TILE), num_splits)](
+        q, k, v, page_table, seq_lens, pages, lengths, alibi_slopes, out, out_lse,
+        scale * k_scale * 1.4426950408889634, v_scale,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *s_o, *s_lse, page_table.stride(0), page_table.shape[1],
+        pages.shape[-1],
+        H=num_kv_heads, G=group_size, LANES=lanes, PAGE=page_size, D=head_dim, D0=d0, D1=d1, DV=v_head_dim, DV0=dv0,
+        DV1=dv1, QK_TYPE=qk_type, PV_TYPE=pv_type, HEADS=heads, BH=_HEAD_TILE, BT=block,
+        num_warps=4, num_stages=stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        block = min(_MERGE_BLOCK, triton.next_power_of_2(v_head_dim))
+        merge_kernel[(q.shape[0] * q.shape[1], triton.cdiv(v_head_dim, block))](
+            partial_o, partial_lse, o, lse, *o.stride()[:2], *lse.stride(),
+            HQ=q.shape[1], DV=v_head_dim, NS=num_splits, BS=triton.next_power_of_2(num_splits), BD=block, num_warps=4,
+        )  # fmt: skip
+
+
+def _cut(size: int) -> tuple[int, int]:
+    """Two powers of two (the second may be 0) that cover `size`; parts of a dot have at least 16 lanes."""
+    first = max(16, 1 << (size.bit_length() - 1))
+    rest = size - first
+    return first, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
+
+
+def _dot_types(q: Any, k: Any, v: Any) -> tuple[tl.dtype, tl.dtype]:
+    """Operand types of q . k and p . v: 16 bits where the values are stored so (fp8 goes with q), else fp32."""
+    kept = k.dtype == q.dtype or k.element_size() == 1
+    qk_type = _LOW_PRECISION.get(str(q.dtype), tl.float32) if kept else tl.float32
+    return qk_type, qk_type if v.element_size() == 1 else _LOW_PRECISION.get(str(v.dtype), tl.float32)
+
+
+def _tile(lanes: int, itemsize: int) -> tuple[int, int]:
+    """(tokens a tile, pipeline stages): as many stages as `lanes` K and V lanes a token leave shared memory for."""
+    block = _TOKEN_TILE
+    while block > 16 and 2 * block * lanes * itemsize > _SHARED_BYTES:
+        block //= 2
+    return block, max(1, min(_MAX_STAGES, _SHARED_BYTES // (block * lanes * itemsize)))
