@@ -85,7 +85,7 @@ def _convert(source: Path, out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
     # Dequantized in fp32 first: the loader's bf16 path would round twice.
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.bfloat16().save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 
