@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 REQUIREMENTS := requirements/cpu.txt requirements/no-deps.txt pyproject.toml experiments/cpu_host/pyproject.toml
 PYTEST := $(BIN)/python -m pytest
+# pip draws its progress on a terminal and says nothing in a log.
+PIP := $(BIN)/python -m pip install $(shell [ -t 2 ] || echo -qq)
 # Two workers share the machine: one thread each.
 PAIR := OMP_NUM_THREADS=1
 
@@ -33,7 +35,7 @@ check: lint types layers  ## Everything a reviewer would not want to say
 
 lint: $(STAMP)  ## Style (ruff) and forbidden words
 	$(BIN)/ruff check .
-	$(BIN)/pre-commit run --all-files --hook-stage manual
+	PRE_COMMIT_HOME=$(VENV)/pre-commit $(BIN)/pre-commit run --all-files --hook-stage manual
 
 types: $(STAMP)  ## Static types (pyright)
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -44,13 +46,14 @@ layers: $(STAMP)  ## Imports point one way (import-linter)
 format: $(STAMP)  ## Sort imports and apply ruff's safe fixes
 	$(BIN)/ruff check --fix .
 
-env: $(STAMP)  ## Build the environment in .venv (2.2 GB; again when the requirements change)
+env: $(STAMP)  ## Build the environment in .venv (2.7 GB; again when the requirements change)
 
 $(STAMP): $(REQUIREMENTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --progress-bar on -r requirements/cpu.txt
-	$(BIN)/pip install --quiet --progress-bar on --no-deps -r requirements/no-deps.txt
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e . -e experiments/cpu_host
+	@echo "Installing torch, Triton and SGLang in $(VENV): 2.7 GB, one to three minutes"
+	$(PIP) -r requirements/cpu.txt
+	$(PIP) --no-deps -r requirements/no-deps.txt
+	$(PIP) --no-deps --no-build-isolation -e . -e experiments/cpu_host
 	touch $@
 
 clean:  ## Remove the environment and everything built
