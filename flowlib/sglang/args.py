@@ -1,0 +1,131 @@
+"""SGLang's server arguments with two more fields, ``flow`` and ``flow_config``.
+
+The fields are annotated the way SGLang annotates its own, so that the flags, ``--help``, ``--config`` files,
+``Engine`` keywords and ``/server_info`` come from SGLang's own machinery. The class is pickled to SGLang's processes.
+"""
+
+import dataclasses
+import logging
+from typing import Any
+
+from sglang.srt.arg_groups.arg_utils import A, Arg
+from sglang.srt.server_args import ServerArgs
+
+from flowlib.core.errors import OptionError
+from flowlib.sglang import PLUGIN_NAME, ledger, refusals
+from flowlib.sglang.facts import facts_from_args
+from flowlib.sglang.leave import leaving_with_reason
+from flowlib.sglang.options import FlowConfig
+from flowlib.sglang.setup import FlowSetup, build_flow
+
+logger = logging.getLogger("flowlib.sglang")
+
+_BACKEND_FLAGS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+
+
+@dataclasses.dataclass
+class FlowServerArgs(ServerArgs):
+    """The stock arguments plus the flow to decode with and its configuration."""
+
+    flow: A[str | None, Arg(help="Decode with this flowlib flow (sparse attention). `flowlib list` prints them.")] = None
+    flow_config: A[
+        str | None,
+        Arg(
+            help="JSON object for --flow with the keys "
+            + ", ".join(f.name for f in dataclasses.fields(FlowConfig))
+            + '. Example: \'{"top_k": 16}\'.'
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.flow is None:
+            _refuse_without_flow(self)
+            super().__post_init__()
+            return
+        with leaving_with_reason(self.flow):
+            choose_defaults(self)
+        super().__post_init__()
+        with leaving_with_reason(self.flow):
+            check_resolved(self)
+
+
+def choose_defaults(args: Any) -> None:
+    """Checks what the user said and sets the decode backend and the page size, before SGLang resolves its defaults.
+
+    An argument is "not given" when it still is ``None``: that is SGLang's default for both, on the command line, in a
+    ``--config`` file and as a keyword alike.
+
+    Raises:
+        FlowlibError: a flag can't be used with a flow, a hook did not take, or the flow or its configuration is wrong.
+    """
+    ledger.check_version()
+    ledger.check_hooks()
+    config = FlowConfig.parse(args.flow_config)
+    flow = build_flow(args.flow, config)
+    args.flow_config = config.to_json()
+    _choose_backend(args)
+    refusals.refuse_flags(args)
+    if args.page_size is None:
+        args.page_size = flow.default_page_size
+        logger.info("flowlib: --page-size is not given, --flow %s sets it to %d", args.flow, args.page_size)
+    refusals.refuse_chunks(args.chunked_prefill_size, args.page_size)
+
+
+def check_resolved(args: Any) -> None:
+    """Checks the arguments as SGLang resolved them, and the flow for the model's numbers.
+
+    Raises:
+        FlowlibError: SGLang changed what a flow needs, or the flow can't run for this model.
+    """
+    decode = args.get_attention_backends()[1]
+    if args.model_path.lower() in ("none", "dummy"):
+        return
+    if decode != PLUGIN_NAME:
+        raise OptionError(f"SGLang chose the decode attention backend {decode!r} for this model, expected {PLUGIN_NAME!r}")
+    refusals.refuse_flags(args)
+    refusals.refuse_model(args.get_model_config())
+    refusals.refuse_chunks(args.chunked_prefill_size, args.page_size)
+    config = FlowConfig.parse(args.flow_config)
+    setup = FlowSetup(args.flow, config, facts_from_args(args))
+    refusals.refuse_state(args.flow, setup.plan.state_fields, args.disable_radix_cache)
+    _refuse_graphs(args, setup)
+    logger.info("flowlib: %s", setup.describe())
+
+
+def _choose_backend(args: Any) -> None:
+    for name in _BACKEND_FLAGS[:2]:
+        if getattr(args, name) == PLUGIN_NAME:
+            raise OptionError(f"--{name.replace('_', '-')} is {PLUGIN_NAME!r}, but a flow only decodes: leave it off")
+    chosen = args.decode_attention_backend
+    if chosen not in (None, PLUGIN_NAME):
+        raise OptionError(
+            f"--decode-attention-backend is {chosen!r}, but --flow decodes with {PLUGIN_NAME!r}: leave one of them off"
+        )
+    if chosen is None:
+        args.decode_attention_backend = PLUGIN_NAME
+        logger.info("flowlib: --flow %s sets --decode-attention-backend to %s", args.flow, PLUGIN_NAME)
+
+
+def _refuse_without_flow(args: Any) -> None:
+    problem = None
+    if args.flow_config is not None:
+        problem = "--flow-config is given without --flow: name the flow"
+    for name in _BACKEND_FLAGS:
+        if getattr(args, name) == PLUGIN_NAME:
+            problem = f"--{name.replace('_', '-')} is {PLUGIN_NAME!r} without --flow: name the flow with --flow"
+    if problem:
+        raise SystemExit(f"flowlib: {problem}")
+
+
+def _refuse_graphs(args: Any, setup: FlowSetup) -> None:
+    if setup.facts.device != "cuda" or args.cuda_graph_config.decode.backend == "disabled":
+        return
+    if setup.impl == "reference":
+        raise OptionError(
+            "--flow-config: impl is 'reference', which a CUDA graph can't capture: add --cuda-graph-backend-decode disabled"
+        )
+    if setup.config.trace is not None:
+        raise OptionError(
+            "--flow-config: trace copies to the host each step, which a CUDA graph can't capture: "
+            "add --cuda-graph-backend-decode disabled"
+        )

@@ -1,0 +1,158 @@
+"""The attention backend that decodes with a flow. Prefill is another backend's, and dense."""
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+import flowlib
+from flowlib.core.errors import BackendError
+from flowlib.sglang import PLUGIN_NAME, ledger, refusals
+from flowlib.sglang.leave import leaving_with_reason
+from flowlib.sglang.pages import KernelSteps, Step, torch_step
+from flowlib.sglang.pool import FlowFields
+from flowlib.sglang.trace import Trace, open_trace
+
+logger = logging.getLogger("flowlib.sglang")
+
+
+def register_backend() -> None:
+    """Makes ``flowlib`` a value of SGLang's attention backend flags, and gives SGLang its factory."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    add_attention_backend_choices([PLUGIN_NAME])
+    register_attention_backend(PLUGIN_NAME)(create_backend)
+
+
+def create_backend(runner: Any) -> "FlowBackend":
+    """The backend for a ``ModelRunner``; leaves the process when the flow can't be served by it."""
+    flow = getattr(runner.server_args, "flow", None)
+    with leaving_with_reason(flow or "(none)"):
+        ledger.check_hooks()
+        if flow is None:
+            raise BackendError(f"the attention backend {PLUGIN_NAME!r} needs --flow")
+        return FlowBackend(runner)
+
+
+class FlowBackend(AttentionBackend):
+    """Decodes every sparse layer through its plan, from the first token past the budget.
+
+    Args:
+        runner: SGLang's ``ModelRunner``, whose pool keeps the flow's fields.
+
+    Raises:
+        BackendError: the pool is not flowlib's, or an attention layer can't be served.
+    """
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        if not isinstance(self.token_to_kv_pool, FlowFields):
+            kind = type(self.token_to_kv_pool).__name__
+            raise BackendError(f"SGLang built the KV pool {kind}, expected one with the flow's fields")
+        self.setup = self.token_to_kv_pool.flow_setup
+        facts = self.setup.facts
+        layers = attention_layers(runner.model)
+        refusals.refuse_layers(layers, facts.head_dim, facts.v_head_dim)
+        self.trace: Trace | None = open_trace(self.setup)
+        self.steps = KernelSteps(self.req_to_token_pool.req_to_token, facts.max_pages, facts.page_size)
+        self.step: Step | None = None
+        logger.info("flowlib: %s; %d attention layers checked", self.setup.describe(), len(layers))
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plans a step that runs without a CUDA graph."""
+        if self.setup.impl == "triton":
+            self.step = self.steps.eager_step(forward_batch)
+        else:
+            self.step = torch_step(self.req_to_token_pool.req_to_token, forward_batch, self.setup.facts.page_size)
+        if self.trace is not None:
+            self.trace.begin(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Makes the static buffers of all graphs."""
+        self.steps.allocate(max_bs)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Chooses the buffers of a batch size before its graph is captured; a replay needs nothing from the host."""
+        if in_capture:
+            self.step = self.steps.graph_step(forward_batch.batch_size)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Lengths and page table of the step, recorded in the graph and computed anew at every replay."""
+        self.steps.fill(self.step, forward_batch)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Padded rows have one token: one reserved page, no scored one, so they write no state."""
+        return 1
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One decode step of one layer.
+
+        Args:
+            q: ``[bs, H_q * D]``; k, v: ``[bs, H_kv, D]`` and ``[bs, H_kv, Dv]`` of the step's tokens.
+            layer: SGLang's ``RadixAttention``.
+
+        Returns:
+            ``[bs, H_q * Dv]`` in the dtype of `q`.
+        """
+        self._store(k, v, layer, forward_batch, save_kv_cache, kwargs)
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        store = self.token_to_kv_pool.flow_store(layer)
+        out = self._attend(queries, store, layer)
+        return out.o.reshape(queries.shape[0], -1).to(q.dtype)
+
+    def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Refused: prefill belongs to another backend."""
+        raise BackendError(f"prefill reached the attention backend {PLUGIN_NAME!r}, which only decodes")
+
+    def support_triton(self) -> bool:
+        """Whether SGLang may plan prefill with its own Triton kernels; the prefill backend's own answer counts."""
+        return self.setup.facts.device == "cuda"
+
+    def _store(self, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool, others: dict[str, Any]) -> None:
+        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise BackendError(f"layer {layer.layer_id} attends with {', '.join(given)}, which a flow can't serve")
+        if not save or k is None:
+            raise BackendError(f"layer {layer.layer_id} does not write its K and V through the pool, so a flow can't serve it")
+        where = KVWriteLoc(forward_batch.out_cache_loc)
+        self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
+
+    def _attend(self, q: torch.Tensor, store: Any, layer: Any) -> Any:
+        plan, impl, batch = self.setup.plan_for(layer), self.setup.impl, self.step.batch
+        if self.setup.is_dense(layer):
+            if self.trace is not None:
+                self.trace.record_dense(layer.layer_id)
+            return flowlib.dense(q, store, batch, impl=impl)
+        if impl == "triton":
+            out = self.step.output(plan)
+            plan.launch(q, store, batch, out)
+        else:
+            out = plan.step(q, store, batch, impl=impl)
+        if self.trace is not None:
+            self.trace.record(layer.layer_id, q, store, batch, out)
+        return out
+
+
+def attention_layers(model: torch.nn.Module) -> list[Any]:
+    """The attention layers of a model, in the order of their ids."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    found = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    return sorted(found, key=lambda layer: layer.layer_id)

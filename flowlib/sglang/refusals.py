@@ -1,0 +1,127 @@
+"""What a flow can't serve right, each with the flag or the layer it is about and the reason.
+
+The tables read SGLang's server arguments, its model configuration and its attention layers; nothing here imports SGLang.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from flowlib.core.errors import BackendError, OptionError
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Something that is refused: `wrong` tells whether it is the case, `what` names it, `why` says why not."""
+
+    wrong: Callable[[Any], Any]
+    what: str
+    why: str
+
+
+MISSES_WRITES = "K and V would reach the pool without an update of the flow's fields"
+
+FLAGS = (
+    Refusal(lambda a: a.speculative_algorithm, "--speculative-algorithm", "draft tokens are verified by dense attention"),
+    Refusal(lambda a: a.enable_mixed_chunk, "--enable-mixed-chunk", "decode tokens would take the dense prefill path"),
+    Refusal(lambda a: a.enable_hisparse, "--enable-hisparse", "it is another sparse attention with its own pools"),
+    Refusal(lambda a: a.enable_hierarchical_cache, "--enable-hierarchical-cache", MISSES_WRITES),
+    Refusal(lambda a: a.enable_lmcache, "--enable-lmcache", MISSES_WRITES),
+    Refusal(lambda a: a.enable_flexkv, "--enable-flexkv", MISSES_WRITES),
+    Refusal(lambda a: a.disaggregation_mode != "null", "--disaggregation-mode", MISSES_WRITES),
+    Refusal(lambda a: a.enable_page_major_kv_layout, "--enable-page-major-kv-layout", "the flow reads the layout NHD"),
+    Refusal(lambda a: a.enable_unified_memory, "--enable-unified-memory", "the flow keeps its fields in its own pool"),
+    Refusal(lambda a: a.prefill_only_disable_kv_cache, "--prefill-only-disable-kv-cache", "there is no KV cache then"),
+    Refusal(lambda a: a.is_embedding, "--is-embedding", "an embedding model has no decode step"),
+    Refusal(lambda a: a.dllm_algorithm, "--dllm-algorithm", "a diffusion model has no decode step of one token"),
+    Refusal(lambda a: a.dcp_size > 1, "--dcp-size", "the pages of a request would lie on several ranks"),
+    Refusal(lambda a: a.attn_cp_size > 1, "--attn-cp-size", "the pages of a request would lie on several ranks"),
+    Refusal(lambda a: a.enable_two_batch_overlap, "--enable-two-batch-overlap", "a step's plan serves one batch"),
+    Refusal(lambda a: a.enable_pdmux, "--enable-pdmux", "a step's plan serves one stream"),
+    Refusal(
+        lambda a: a.kv_cache_dtype in ("nvfp4", "fp4_mx_block16", "mxfp8", "fp8_e5m2", "fp4_e2m1"),
+        "--kv-cache-dtype",
+        "the flow reads bfloat16, float16, float32 and fp8_e4m3 pools",
+    ),
+)
+
+VARIABLES = (
+    Refusal(lambda e: _is_on(e, "SGLANG_USE_HND_KVCACHE"), "SGLANG_USE_HND_KVCACHE", "the flow reads the layout NHD"),
+    Refusal(
+        lambda e: _is_on(e, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
+        "the pool's fields are allocated for its size at start",
+    ),
+)
+
+MODELS = (
+    Refusal(lambda m: m.attention_arch.name == "MLA", "multi-head latent attention", "the flow reads separate K and V"),
+    Refusal(lambda m: m.is_encoder_decoder, "an encoder-decoder", "cross attention reads no pages of the request"),
+    Refusal(lambda m: m.is_hybrid_swa, "hybrid sliding-window layers", "they keep two pools"),
+    Refusal(lambda m: m.has_attention_sinks, "attention sinks", "they add a term to the softmax"),
+    Refusal(lambda m: m.attention_chunk_size, "chunked attention", "a token does not see its whole row"),
+)
+
+LAYERS = (
+    Refusal(lambda x: x.logit_cap, "a logit cap", "the flow's softmax has none"),
+    Refusal(lambda x: x.sliding_window_size > -1, "a sliding window", "a token does not see its whole row"),
+    Refusal(lambda x: x.is_cross_attention, "cross attention", "it reads no pages of the request"),
+    Refusal(lambda x: x.attn_type.name != "DECODER", "non-causal attention", "a token sees later ones"),
+    Refusal(lambda x: x.xai_temperature_len > 0, "a temperature by length", "the flow's softmax has none"),
+    Refusal(lambda x: x.use_irope, "interleaved RoPE with chunked attention", "a token does not see its whole row"),
+    Refusal(lambda x: x.tp_k_head_num != x.tp_v_head_num, "unequal numbers of K and V heads", "pages hold both"),
+)
+
+
+def refuse_flags(args: Any) -> None:
+    """Raises an OptionError that names the first flag or variable a flow can't be served with."""
+    for refusal in FLAGS:
+        if refusal.wrong(args):
+            raise OptionError(f"{refusal.what} can't be used together with --flow: {refusal.why}. Leave it off")
+    for refusal in VARIABLES:
+        if refusal.wrong(os.environ):
+            raise OptionError(f"{refusal.what}=1 can't be used together with --flow: {refusal.why}. Unset it")
+
+
+def refuse_model(config: Any) -> None:
+    """Raises a BackendError that names what in the model a flow can't serve."""
+    for refusal in MODELS:
+        if refusal.wrong(config):
+            names = ", ".join(config.hf_config.architectures or ["the model"])
+            raise BackendError(f"{names} has {refusal.what}, which --flow can't serve: {refusal.why}")
+
+
+def refuse_layers(layers: Iterable[Any], head_dim: int, v_head_dim: int) -> None:
+    """Raises a BackendError that names the first attention layer a flow can't serve, and why."""
+    for layer in layers:
+        for refusal in LAYERS:
+            if refusal.wrong(layer):
+                raise BackendError(f"layer {layer.layer_id} has {refusal.what}, which --flow can't serve: {refusal.why}")
+        if (layer.qk_head_dim, layer.v_head_dim) != (head_dim, v_head_dim):
+            raise BackendError(
+                f"layer {layer.layer_id} has heads of {layer.qk_head_dim} and {layer.v_head_dim} (K and V), "
+                f"expected {head_dim} and {v_head_dim} as in the KV pool"
+            )
+
+
+def refuse_state(name: str, state_fields: tuple[str, ...], disable_radix_cache: bool) -> None:
+    """Raises an OptionError when a flow with state would share pages between requests."""
+    if state_fields and not disable_radix_cache:
+        fields = ", ".join(repr(f) for f in state_fields)
+        raise OptionError(
+            f"--flow {name} keeps state per request in {fields}, and the radix cache shares pages between requests: "
+            "add --disable-radix-cache"
+        )
+
+
+def refuse_chunks(chunked_prefill_size: int | None, page_size: int) -> None:
+    """Raises an OptionError when a prefill chunk does not end at a page's end."""
+    if chunked_prefill_size is not None and chunked_prefill_size > 0 and chunked_prefill_size % page_size:
+        raise OptionError(
+            f"--chunked-prefill-size is {chunked_prefill_size}, expected a multiple of the page size {page_size}"
+        )
+
+
+def _is_on(variables: Any, name: str) -> bool:
+    return variables.get(name, "").strip().lower() in ("1", "true", "yes", "y", "on")

@@ -1,0 +1,174 @@
+"""A flow made ready for one served model: built, profiled for the model's numbers, with a plan for each layer.
+
+Nothing here imports SGLang; SGLang's objects come in as plain numbers (:class:`ModelFacts`) and attention layers.
+"""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import flowlib
+from flowlib.core.errors import BackendError, OptionError
+from flowlib.sglang.options import FlowConfig
+
+
+FIELDLESS_FLOW = "streaming_attention"
+"""What dense layers are planned with: a flow that keeps nothing beside K and V."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The numbers of a served model on one rank.
+
+    Args:
+        head_dim, v_head_dim: size of a key and of a value head.
+        num_heads, num_kv_heads: query and kv heads of one layer on this rank.
+        start_layer, num_layers: first layer id and number of layers on this rank.
+        total_layers: layers of the whole model.
+        page_size: tokens per page of SGLang's KV pool.
+        context_len: most tokens of one request.
+        kv_dtype: dtype of the KV pool.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    head_dim: int
+    v_head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    start_layer: int
+    num_layers: int
+    total_layers: int
+    page_size: int
+    context_len: int
+    kv_dtype: torch.dtype
+    device: str
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest request, its next token included."""
+        return -(-(self.context_len + 1) // self.page_size)
+
+
+@dataclass
+class FlowSetup:
+    """A flow, its configuration and its plans for one model.
+
+    Args:
+        name: the name given to ``--flow``.
+        config: the parsed ``--flow-config``.
+        facts: the model's numbers.
+
+    Raises:
+        FlowlibError: the flow can't run for this model with these options; the message says why.
+    """
+
+    name: str
+    config: FlowConfig
+    facts: ModelFacts
+    flow: Any = field(init=False)
+    plan: Any = field(init=False)
+    impl: str = field(init=False)
+    _plans: dict[tuple[bool, float, float, float], Any] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.impl = choose_impl(self.config.impl, self.facts.device)
+        self._check_layers()
+        self.flow = build_flow(self.name, self.config)
+        self._no_fields = flowlib.build(FIELDLESS_FLOW)
+        self.plan = self._profile(self.flow, scale=None, k_scale=1.0, v_scale=1.0)
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Ids of this rank's layers that choose pages."""
+        first = self.facts.start_layer
+        return tuple(i for i in range(first, first + self.facts.num_layers) if i not in self.config.dense_layers)
+
+    @property
+    def field_bytes_per_token(self) -> int:
+        """Bytes that the fields of all sparse layers add to one token of the KV pool, rounded up.
+
+        A page's worth of tokens, times this, is at least what the page's fields take.
+        """
+        return -(-self.plan.field_bytes_per_page * len(self.sparse_layers) // self.facts.page_size)
+
+    def plan_for(self, layer: Any) -> Any:
+        """The plan for an attention layer: softmax scale and fp8 scales are the layer's own. A dense layer's has no fields.
+
+        Args:
+            layer: SGLang's ``RadixAttention``; ``scaling``, ``k_scale_float`` and ``v_scale_float`` are read.
+        """
+        quantised = self.facts.kv_dtype is torch.float8_e4m3fn
+        k_scale = (layer.k_scale_float or 1.0) if quantised else 1.0
+        v_scale = (layer.v_scale_float or 1.0) if quantised else 1.0
+        key = (self.is_dense(layer), float(layer.scaling), float(k_scale), float(v_scale))
+        if key not in self._plans:
+            self._plans[key] = self._profile(self._no_fields if key[0] else self.flow, *key[1:])
+        return self._plans[key]
+
+    def is_dense(self, layer: Any) -> bool:
+        """Whether an attention layer attends to everything."""
+        return layer.layer_id in self.config.dense_layers
+
+    def describe(self) -> str:
+        """One line for the log: flow, implementation, budget, layers and memory."""
+        config, spec = self.config, self.plan.spec
+        budget = f"top_k {config.top_k}, top_k_ratio {config.top_k_ratio:g}, bos {config.bos}, eos {config.eos}"
+        fields = ", ".join(self.plan.fields) or "none"
+        return (
+            f"flow {self.name} {dict(config.options)}, impl {self.impl}, budget {budget} "
+            f"(pages of {spec.page_size} tokens), {len(self.sparse_layers)} sparse and "
+            f"{self.facts.num_layers - len(self.sparse_layers)} dense layers, fields {fields} "
+            f"add {self.field_bytes_per_token} bytes per token"
+        )
+
+    def _profile(self, flow: Any, scale: float | None, k_scale: float, v_scale: float) -> Any:
+        facts = self.facts
+        spec = flowlib.Spec(
+            page_size=facts.page_size,
+            head_dim=facts.head_dim,
+            v_head_dim=facts.v_head_dim,
+            group_size=facts.num_heads // facts.num_kv_heads,
+            num_kv_heads=facts.num_kv_heads,
+            kv_dtype=facts.kv_dtype,
+            scale=scale,
+            max_pages=facts.max_pages,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            **self.config.budget_numbers(),
+        )
+        return flowlib.profile(flow, spec)
+
+    def _check_layers(self) -> None:
+        facts = self.facts
+        if facts.num_heads % facts.num_kv_heads:
+            raise OptionError(
+                f"the model has {facts.num_heads} query heads and {facts.num_kv_heads} kv heads on a rank, "
+                f"expected a whole number of query heads per kv head"
+            )
+        beyond = [i for i in self.config.dense_layers if i >= facts.total_layers]
+        if beyond:
+            raise OptionError(
+                f"--flow-config: dense_layers names layer {beyond[0]}, expected ids from 0 to {facts.total_layers - 1}"
+            )
+
+
+def build_flow(name: str, config: FlowConfig) -> Any:
+    """The flow of that name with the configured options, from the user's file if one is given."""
+    return flowlib.build(name, module_path=config.module_path, **config.options)
+
+
+def choose_impl(asked: str | None, device: str) -> str:
+    """``triton`` on a GPU and ``reference`` on a CPU unless asked otherwise.
+
+    Raises:
+        BackendError: Triton was asked for on a CPU and its interpreter is not switched on.
+    """
+    impl = asked or ("triton" if device == "cuda" else "reference")
+    if impl == "triton" and device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise BackendError(
+            f"--flow-config: impl is 'triton' and the device is {device!r}: Triton's interpreter is needed, "
+            "set TRITON_INTERPRET=1 before the server starts, or leave impl out"
+        )
+    return impl
