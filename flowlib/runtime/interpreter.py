@@ -1,8 +1,8 @@
 """Running Triton kernels on CPU tensors, through Triton's NumPy interpreter.
 
-Triton decides while it is imported whether kernels are interpreted, from ``TRITON_INTERPRET``. Stock, its interpreter is
-silently wrong in bfloat16 and fp8; :func:`install` checks the precondition and puts flowlib's repair in place. Importing
-this module imports neither Triton nor NumPy.
+Triton decides while it is imported whether kernels are interpreted, from ``TRITON_INTERPRET``. Stock, its interpreter
+is silently wrong in bfloat16 and fp8; :func:`install` checks the precondition and puts flowlib's repair in place.
+Importing this module imports neither Triton nor NumPy.
 """
 
 from __future__ import annotations

@@ -196,7 +196,9 @@ def _repair_reductions() -> None:
     }
 
     def total(self: Any, value: tl.tensor) -> tl.tensor:
-        return _in_bf16(stock_sum(self, _in_fp32(value))) if value.dtype.scalar == tl.bfloat16 else stock_sum(self, value)
+        if value.dtype.scalar != tl.bfloat16:
+            return stock_sum(self, value)
+        return _in_bf16(stock_sum(self, _in_fp32(value)))
 
     def min_max(self: Any, value: Any, val_reduce_op: Any = None, idx_reduce_op: Any = None) -> Any:
         value = value[0] if isinstance(value, tuple) else value
@@ -219,15 +221,17 @@ def _repair_reductions() -> None:
 
 
 def _repair_scans() -> None:
-    ops = stock.ScanOps
-    for name in ("cumsum", "cumprod"):
+    stock.ScanOps.cumsum = _scan_in_fp32(stock.ScanOps.cumsum)
+    stock.ScanOps.cumprod = _scan_in_fp32(stock.ScanOps.cumprod)
 
-        def scan(self: Any, value: tl.tensor, stock_scan: Callable = getattr(ops, name)) -> list[tl.tensor]:
-            if value.dtype.scalar != tl.bfloat16:
-                return stock_scan(self, value)
-            return [_in_bf16(stock_scan(self, _in_fp32(value))[0])]
 
-        setattr(ops, name, scan)
+def _scan_in_fp32(stock_scan: Callable) -> Callable:
+    def scan(self: Any, value: tl.tensor) -> list[tl.tensor]:
+        if value.dtype.scalar != tl.bfloat16:
+            return stock_scan(self, value)
+        return [_in_bf16(stock_scan(self, _in_fp32(value))[0])]
+
+    return scan
 
 
 def _repair_loop_bounds() -> None:

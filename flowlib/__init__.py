@@ -1,0 +1,68 @@
+"""flowlib: a small language for sparse attention in LLM decoding.
+
+A method is one class (:class:`vFlow`), registered by name. It is profiled without data, verified in float64 torch and
+run as fused Triton kernels over the pages of a KV memory pool; stock SGLang serves it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from flowlib.core.context import ContextBase
+from flowlib.core.flow import vFlow
+from flowlib.core.formats import FORMAT, Mode
+from flowlib.core.registry import register
+from flowlib.core.spec import Spec
+from flowlib.core.vtensor import SelectionHandle, as_vtensor, vTensor
+
+if TYPE_CHECKING:
+    from flowlib.runtime.api import build, dense, list_flows, profile
+    from flowlib.runtime.batch import Batch
+    from flowlib.runtime.contexts import RunContext
+    from flowlib.runtime.plan import Plan, StepOutput
+    from flowlib.runtime.pool import KVStore, PagedPool
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Batch": "flowlib.runtime.batch",
+    "KVStore": "flowlib.runtime.pool",
+    "PagedPool": "flowlib.runtime.pool",
+    "Plan": "flowlib.runtime.plan",
+    "RunContext": "flowlib.runtime.contexts",
+    "StepOutput": "flowlib.runtime.plan",
+    "build": "flowlib.runtime.api",
+    "dense": "flowlib.runtime.api",
+    "list_flows": "flowlib.runtime.api",
+    "profile": "flowlib.runtime.api",
+}
+"""Names loaded at first use: algorithms import this package, and the runtime imports algorithms."""
+
+__all__ = [
+    "FORMAT",
+    "Batch",
+    "ContextBase",
+    "KVStore",
+    "Mode",
+    "PagedPool",
+    "Plan",
+    "RunContext",
+    "SelectionHandle",
+    "Spec",
+    "StepOutput",
+    "as_vtensor",
+    "build",
+    "dense",
+    "list_flows",
+    "profile",
+    "register",
+    "vFlow",
+    "vTensor",
+]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'flowlib' has no attribute {name!r}")

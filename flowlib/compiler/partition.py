@@ -1,0 +1,83 @@
+"""Cuts graphs into stages: tile ops fuse, segment ops are boundaries."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from flowlib.compiler.program import Buffer, Output, SegmentStage, SelectStage, Stage, TileStage
+from flowlib.core.errors import FlowDefinitionError
+from flowlib.core.formats import FORMAT
+from flowlib.core.graph import Node, topological
+from flowlib.core.op import LEAF, SegmentOp, SelectOp
+from flowlib.core.trace import Traced
+
+
+def partition(traced: Traced) -> tuple[tuple[Stage, ...], dict[str, Buffer]]:
+    """Stages in the order they run, and the buffers between them."""
+    stages: list[Stage] = []
+    if traced.cache.stores:
+        outputs = tuple(Output(node, name, "field") for name, node in traced.cache.stores.items())
+        stages.append(TileStage("update", outputs, on_write=True))
+    selection = traced.indexer.selection
+    if selection is None or not isinstance(selection.op, SelectOp):
+        raise FlowDefinitionError("forward_indexer: no selection to partition")
+    cutter = _Cutter(topological([selection]))
+    for node in cutter.order:
+        if isinstance(node.op, SegmentOp):
+            cutter.cut(node)
+    scores = cutter.materialized(selection.inputs[0], "scores", "score") if selection.inputs else None
+    stages += cutter.stages
+    stages.append(SelectStage(selection.op, scores, selection.shape[0]))
+    return tuple(stages), cutter.buffers
+
+
+class _Cutter:
+    """Replaces values that cross a kernel boundary by leaves that read their buffer."""
+
+    def __init__(self, order: list[Node]) -> None:
+        self.order = order
+        self.users = Counter(id(x) for node in order for x in node.inputs)
+        self.stages: list[Stage] = []
+        self.buffers: dict[str, Buffer] = {}
+        self.leaves: dict[int, Node] = {}
+
+    def cut(self, node: Node) -> None:
+        """Ends a kernel at a segment op: its input goes into a buffer, its output comes from one."""
+        op, source_node = node.op, node.inputs[0]
+        if not isinstance(op, SegmentOp):
+            raise FlowDefinitionError(f"{node} is no segment op")
+        label = type(op).__name__.lower()
+        count = sum(isinstance(s, SegmentStage) for s in self.stages)
+        suffix = f"_{count + 1}" if count else ""
+        source = self.materialized(source_node, f"{label}_in{suffix}", f"before_{label}{suffix}")
+        target = source
+        if self.users[id(source_node)] > 1:
+            target = f"{label}_out{suffix}"
+            self.buffers[target] = Buffer(target, node.shape)
+        self.stages.append(SegmentStage(f"{label}{suffix}", op, source, target))
+        self.leaves[id(node)] = _buffer_leaf(target, node.shape)
+
+    def materialized(self, node: Node, buffer: str, stage: str) -> str:
+        """Name of the buffer that holds `node`; writes it in a new tile stage if none does."""
+        known = self.leaves.get(id(node))
+        if known is not None:
+            return known.name
+        value = self._substituted(node, {})
+        self.buffers[buffer] = Buffer(buffer, node.shape)
+        self.stages.append(TileStage(stage, (Output(value, buffer, "buffer"),)))
+        self.leaves[id(node)] = _buffer_leaf(buffer, node.shape)
+        return buffer
+
+    def _substituted(self, node: Node, done: dict[int, Node]) -> Node:
+        known = self.leaves.get(id(node)) or done.get(id(node))
+        if known is None:
+            known = node
+            if node.inputs:
+                known = replace(node, inputs=tuple(self._substituted(x, done) for x in node.inputs))
+            done[id(node)] = known
+        return known
+
+
+def _buffer_leaf(name: str, shape: tuple[int, int]) -> Node:
+    return Node(LEAF, (), FORMAT.RAGGED, shape, name=name)

@@ -1,0 +1,104 @@
+"""What a flow is compiled to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowlib.core.graph import Node
+from flowlib.core.op import SegmentOp, SelectOp
+from flowlib.core.trace import Traced
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An fp32 value that crosses a kernel boundary: ``[rows, r, c, width]``, pages fastest.
+
+    Attributes:
+        name: of the kernel argument.
+        shape: inner sizes ``(r, c)``.
+    """
+
+    name: str
+    shape: tuple[int, int]
+
+    def nbytes(self, rows: int, width: int) -> int:
+        """Bytes for `rows` rows of `width` pages."""
+        return 4 * rows * width * self.shape[0] * self.shape[1]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a tile stage puts a value.
+
+    Attributes:
+        node: the value.
+        name: of the field or buffer.
+        kind: ``"field"``, ``"buffer"`` (pages fastest), ``"entries"`` (one entry after the other) or ``"rows"``.
+    """
+
+    node: Node
+    name: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class TileStage:
+    """Fused tile ops: one generated kernel over the written pages (`update`) or over the scored pages of all rows."""
+
+    name: str
+    outputs: tuple[Output, ...]
+    on_write: bool = False
+
+
+@dataclass(frozen=True)
+class SegmentStage:
+    """A segment op: its hand-written kernel, from one buffer into another (or the same)."""
+
+    name: str
+    op: SegmentOp
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class SelectStage:
+    """The selection: scores (a buffer's name, ``None`` where nothing is scored) to page lists."""
+
+    op: SelectOp
+    scores: str | None
+    lanes: int
+
+
+Stage = TileStage | SegmentStage | SelectStage
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled flow.
+
+    Attributes:
+        traced: flow, fields and simplified graphs.
+        stages: in the order they run; the attend stage follows the last.
+        buffers: by name.
+        source: text of the generated module.
+    """
+
+    traced: Traced
+    stages: tuple[Stage, ...]
+    buffers: dict[str, Buffer]
+    source: str
+
+    @property
+    def update(self) -> TileStage | None:
+        """The stage that runs on KV writes, if the flow has fields."""
+        return next((s for s in self.stages if isinstance(s, TileStage) and s.on_write), None)
+
+    @property
+    def selection(self) -> SelectStage:
+        """The stage that writes the page lists."""
+        return next(s for s in self.stages if isinstance(s, SelectStage))
+
+    @property
+    def step_stages(self) -> tuple[TileStage | SegmentStage, ...]:
+        """The stages between the query and the selection."""
+        return tuple(s for s in self.stages if not isinstance(s, SelectStage) and not getattr(s, "on_write", False))

@@ -1,0 +1,215 @@
+"""The text of one tile kernel: variables, blocks, addresses and masks."""
+
+from __future__ import annotations
+
+import torch
+
+from flowlib.core.op import Block, Inner
+from flowlib.core.spec import Spec
+
+Address = tuple[str, list[str]]
+"""A pointer parameter and the terms of an offset."""
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+class KernelWriter:
+    """Collects the lines of one ``@triton.jit`` function; implements :class:`flowlib.core.op.Emitter`.
+
+    Blocks are ``[pages or 1, r', c']``; inner axes are padded to powers of two and masked.
+
+    Args:
+        name: of the function.
+        spec: the numbers written into it.
+        tile: pages per program.
+    """
+
+    def __init__(self, name: str, spec: Spec, tile: int) -> None:
+        self.name = name
+        self.spec = spec
+        self.tile = tile
+        self.hint = "value"
+        self.loaded: dict[str, Block] = {}
+        self._parameters: list[str] = []
+        self._lines: list[str] = []
+        self._names: set[str] = set()
+        self._offsets: set[int] = set()
+        self._upcast: dict[str, str] = {}
+        self._varying: set[str] = set()
+
+    # -- what ops may ask (Emitter)
+
+    def fp32(self, x: Block) -> str:
+        if x.dtype is None or x.dtype is torch.float32:
+            return x.name
+        if x.name not in self._upcast:
+            self._upcast[x.name] = self._variable(f"{x.name}_f32", f"{x.name}.to(tl.float32)")
+        return self._upcast[x.name]
+
+    def raw(self, x: Block) -> str | None:
+        return x.name if x.dtype is not None and x.pad == 0.0 else None
+
+    def filled(self, x: Block, value: float, axis: int) -> str:
+        size = x.shape[axis - 1]
+        text = self.fp32(x)
+        if size == next_power_of_2(size) or x.pad == value:
+            return text
+        mask = f"({self.offset(size)} < {size}){_expand(axis)}"
+        fill = f'float("{value}")' if value in (float("inf"), float("-inf")) else repr(value)
+        return f"tl.where({mask}, {text}, {fill})"
+
+    def let(self, expression: str, shape: Inner, *inputs: Block) -> Block:
+        return Block(self._assign(self.hint, expression), shape, any(x.paged for x in inputs))
+
+    def padded(self, size: int) -> int:
+        return next_power_of_2(size)
+
+    def pages(self, x: Block) -> int:
+        return self.tile if x.paged else 1
+
+    # -- lines and parameters
+
+    def parameter(self, *names: str, varying: bool = False) -> None:
+        """Adds parameters that are not there yet; Triton compiles no kernel per value of a varying number."""
+        self._parameters += [n for n in names if n not in self._parameters]
+        if varying:
+            self._varying |= set(names)
+
+    def line(self, text: str, body: str = "") -> None:
+        """Adds a line, with an indented one below it if `body` is given."""
+        self._lines.append(text)
+        if body:
+            self._lines.append(f"    {body}")
+
+    def offset(self, size: int) -> str:
+        """The variable that holds ``arange`` over the padded axis of `size`."""
+        padded = next_power_of_2(size)
+        if padded not in self._offsets:
+            self._offsets.add(padded)
+            self.line(f"a_{padded} = tl.arange(0, {padded})")
+        return f"a_{padded}"
+
+    def text(self) -> str:
+        """The function's source."""
+        varying = ", ".join(f'"{p}"' for p in self._parameters if p in self._varying)
+        decorator = f"@triton.jit(do_not_specialize=[{varying}])" if varying else "@triton.jit"
+        pointers = [p for p in self._parameters if p.startswith(("p_", "w_"))]
+        numbers = [p for p in self._parameters if p not in pointers]
+        head = [decorator, f"def {self.name}(", *(f"    {p}," for p in pointers + numbers), "):"]
+        return "\n".join([*head, *(f"    {line}" for line in self._lines)]) + "\n"
+
+    # -- addresses: (pointer, offset of shape [pages or 1, r', c'])
+
+    def rows(self, name: str, shape: Inner) -> Address:
+        """Entry of the row in ``[bs, H * r, c]``."""
+        self.parameter(f"p_{name}", f"s_{name}_b", f"s_{name}_h")
+        head = "i_h" if shape[0] == 1 else f"(i_h * {shape[0]} + {self.offset(shape[0])}{_expand(1)})"
+        return f"p_{name}", [f"i_b * s_{name}_b", f"{head} * s_{name}_h", *self._inner(1, shape[1])]
+
+    def field(self, name: str, shape: Inner) -> Address:
+        """Entries of the pages in ``[num_pages, H, r, c]``."""
+        self.parameter(f"p_{name}")
+        self._find_pages()
+        entry = f"(i_page * {self.spec.num_kv_heads} + i_h) * {shape[0] * shape[1]}"
+        return f"p_{name}", [self._paged(entry), *self._inner(*shape)]
+
+    def tokens(self, name: str) -> Address:
+        """The pages' tokens in ``[T, H, D]``."""
+        self.parameter(f"p_{name}", f"s_{name}_t", f"s_{name}_h")
+        self._find_pages()
+        size, dim = self.spec.page_size, self.spec.head_dim if name == "k" else self.spec.dv
+        token = self._paged(f"i_page * {size}")
+        if size > 1:
+            token = f"({token} + {self.offset(size)}{_expand(1)})"
+        return f"p_{name}", [f"{token} * s_{name}_t", f"i_h * s_{name}_h", *self._inner(1, dim)]
+
+    def buffer(self, name: str, shape: Inner) -> Address:
+        """Entries of the pages in ``[R, r, c, W]``, pages fastest."""
+        self.parameter(f"w_{name}")
+        self.parameter(f"s_{name}_r", f"s_{name}_lane", varying=True)
+        lanes = self._inner(*shape)
+        lane = [f"({' + '.join(lanes)}) * s_{name}_lane"] if lanes else []
+        return f"w_{name}", [f"i_r * s_{name}_r", *lane, f"o_p{_expand(0)}"]
+
+    def entries(self, name: str, shape: Inner) -> Address:
+        """Entries of the pages in ``[R, W, r, c]``."""
+        self.parameter(f"p_{name}")
+        self.parameter(f"s_{name}_r", varying=True)
+        size = shape[0] * shape[1]
+        return f"p_{name}", [f"i_r * s_{name}_r", self._paged(f"o_p * {size}" if size > 1 else "o_p"), *self._inner(*shape)]
+
+    def _find_pages(self) -> None:
+        if self.has_page_axis and "i_page" not in self._names:
+            self._names.add("i_page")
+            self.line("i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)")
+
+    def _paged(self, expression: str) -> str:
+        if not self.has_page_axis:
+            return f"({expression})"
+        return f"{expression if expression.isidentifier() else f'({expression})'}{_expand(0)}"
+
+    def _inner(self, r: int, c: int) -> list[str]:
+        rows = [f"{self.offset(r)}{_expand(1)}" + (f" * {c}" if c > 1 else "")] if r > 1 else []
+        columns = [f"{self.offset(c)}{_expand(2)}"] if c > 1 else []
+        return rows + columns
+
+    @property
+    def has_page_axis(self) -> bool:
+        """Whether page numbers are a block (else one number: the written page)."""
+        return "p_loc" not in self._parameters
+
+    # -- loads and stores
+
+    def load(self, name: str, address: Address, shape: Inner, paged: bool, dtype: torch.dtype | None) -> Block:
+        """Loads a block; masked lanes hold 0."""
+        place, mask = self._place(name, address, shape, paged)
+        guard = f", mask={mask}, other=0.0" if mask else ""
+        variable = self._assign(name, f"tl.load({place}{guard})")
+        return Block(variable, shape, paged, dtype or torch.float32, 0.0)
+
+    def store(self, name: str, address: Address, block: Block, shape: Inner, paged: bool) -> None:
+        """Stores a block, broadcast to `shape`, in the dtype of its destination."""
+        value = self.fp32(block)
+        if block.shape != shape or block.paged != paged:
+            value = f"tl.broadcast_to({value}, {self._padded_shape(shape, paged)})"
+        place, mask = self._place(name, address, shape, paged)
+        self.line(f"tl.store({place}, {value}.to({address[0]}.dtype.element_ty){f', mask={mask}' if mask else ''})")
+
+    def _place(self, name: str, address: Address, shape: Inner, paged: bool) -> tuple[str, str]:
+        """Writes the lines of an offset and a mask; returns the pointer expression and the mask's name, if any."""
+        pointer, terms = address
+        if not any("[" in term for term in terms):
+            terms = [*terms, f"{self.offset(1)}{_expand(2)}"]
+        self.line(f"# {name} {[self.tile if paged else 1, *shape]}")
+        offset = self._variable(f"o_{name}", " + ".join(terms))
+        mask = self._mask(shape, paged)
+        return f"{pointer} + {offset}", self._variable(f"m_{name}", mask) if mask else ""
+
+    def _padded_shape(self, shape: Inner, paged: bool) -> list[int]:
+        return [self.tile if paged else 1, next_power_of_2(shape[0]), next_power_of_2(shape[1])]
+
+    def _mask(self, shape: Inner, paged: bool) -> str:
+        parts = [f"m_p{_expand(0)}"] if paged and self.has_page_axis else []
+        for axis, size in enumerate(shape, start=1):
+            if size != next_power_of_2(size):
+                parts.append(f"({self.offset(size)} < {size}){_expand(axis)}")
+        return " & ".join(parts)
+
+    def _assign(self, hint: str, expression: str) -> str:
+        return self._variable(f"b_{hint}", expression)
+
+    def _variable(self, wanted: str, expression: str) -> str:
+        variable, count = wanted, 1
+        while variable in self._names:
+            count += 1
+            variable = f"{wanted}_{count}"
+        self._names.add(variable)
+        self.line(f"{variable} = {expression}")
+        return variable
+
+
+def _expand(axis: int) -> str:
+    return ("[:, None, None]", "[None, :, None]", "[None, None, :]")[axis]

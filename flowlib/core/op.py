@@ -1,0 +1,230 @@
+"""One op, one definition: signature, meaning, emission and padding identity side by side.
+
+A *tile op* works inside one entry (axes 1 and 2) and knows nothing of paging: neighbours fuse into one kernel.
+A *segment op* works across the scored pages of a row (axis 0) and ends a kernel.
+A *select op* writes the selection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+
+from flowlib.core.dispatch import dispatch
+from flowlib.core.errors import FormatError, OptionError, ShapeError
+from flowlib.core.formats import FORMAT, Side
+from flowlib.core.spec import Spec
+from flowlib.core.vtensor import vTensor
+
+Inner = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A value in an emitted kernel: a Triton block ``[pages or 1, r', c']`` with r', c' padded to powers of two.
+
+    Attributes:
+        name: the variable.
+        shape: the true inner sizes ``(r, c)``.
+        paged: whether axis 0 runs over pages (else it is 1).
+        dtype: the storage dtype of a block just loaded, ``None`` once it is fp32.
+        pad: what the padded lanes of axes 1 and 2 hold, if known.
+    """
+
+    name: str
+    shape: Inner
+    paged: bool
+    dtype: torch.dtype | None = None
+    pad: float | None = None
+
+
+class Emitter(Protocol):
+    """What an op's emission may ask of the kernel writer."""
+
+    def fp32(self, x: Block) -> str:
+        """The block as an fp32 expression."""
+        ...
+
+    def raw(self, x: Block) -> str | None:
+        """The block in its storage dtype with padded lanes 0, if it was just loaded, else ``None``."""
+        ...
+
+    def filled(self, x: Block, value: float, axis: int) -> str:
+        """The block as an fp32 expression whose padded lanes along `axis` hold `value`."""
+        ...
+
+    def let(self, expression: str, shape: Inner, *inputs: Block) -> Block:
+        """Assigns an fp32 expression to a new variable; it is paged if an input is."""
+        ...
+
+    def padded(self, size: int) -> int:
+        """The power of two that an inner axis of `size` is padded to."""
+        ...
+
+    def pages(self, x: Block) -> int:
+        """Size of axis 0 of the block."""
+        ...
+
+
+class Op:
+    """Base of all ops. An op instance holds parameters and may be used at several call sites."""
+
+    names: ClassVar[tuple[str, ...]] = ("x",)
+    """Names of the inputs, for messages; their number is the arity."""
+    takes_output: ClassVar[bool] = False
+    """Whether the call's last argument on the indexer side is ``o``."""
+    across_pages: ClassVar[bool] = False
+    """Whether it works along axis 0, the scored pages of a row."""
+
+    def __call__(
+        self, *args: object, out: vTensor | None = None, loc: object = None, ctx: object = None
+    ) -> Any:  # noqa: ANN401  (a vTensor; None from ops that write `o`)
+        """Calls the op: ``op(x[, y], ctx=ctx)``, on the cache side ``op(x[, y], out, loc=loc, ctx=ctx)``."""
+        return dispatch(self, args, out=out, loc=loc, ctx=ctx)
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{k}={v}" for k, v in self.parameters().items())
+        return f"{type(self).__name__}({inner})"
+
+    def parameters(self) -> dict[str, object]:
+        """The parameters two equal ops share."""
+        return {k: v for k, v in vars(self).items() if not k.startswith("_")}
+
+    def bound(self, spec: Spec) -> Op:
+        """This op with the parameters that depend on the spec resolved; itself if there are none."""
+        return self
+
+    def infer(self, *shapes: Inner) -> Inner:
+        """Inner sizes of the result. Raises ShapeError."""
+        raise NotImplementedError(f"{type(self).__name__}.infer")
+
+    def result_format(self, formats: Sequence[FORMAT], side: Side) -> FORMAT:
+        """BATCHED if all inputs are, else RAGGED (indexer side) or PAGED (cache side)."""
+        if side is Side.CACHE:
+            return FORMAT.PAGED
+        return FORMAT.BATCHED if all(f is FORMAT.BATCHED for f in formats) else FORMAT.RAGGED
+
+
+class TileOp(Op):
+    """Works inside one entry."""
+
+    def meaning(self, *xs: torch.Tensor) -> torch.Tensor:
+        """The op on tensors ``[..., r, c]`` whose leading axes broadcast; correct in float64."""
+        raise NotImplementedError(f"{type(self).__name__}.meaning")
+
+    def emit(self, e: Emitter, *xs: Block) -> Block:
+        """Writes the op's Triton text."""
+        raise NotImplementedError(f"{type(self).__name__}.emit")
+
+
+class SegmentOp(Op):
+    """Works across the scored pages of a row; ends a kernel."""
+
+    across_pages: ClassVar[bool] = True
+    kernel: ClassVar[str] = ""
+    """Import string ``module:function`` of the launch function."""
+
+    def meaning(self, x: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
+        """The op on ``[R, W, r, c]`` with the mask ``[R, W]`` of scored pages."""
+        raise NotImplementedError(f"{type(self).__name__}.meaning")
+
+    def options(self) -> dict[str, object]:
+        """Keyword arguments of the launch function."""
+        return {}
+
+
+class SelectOp(Op):
+    """Writes the selection; the indexer ends in one."""
+
+    takes_output: ClassVar[bool] = True
+    across_pages: ClassVar[bool] = True
+    scored: ClassVar[bool] = True
+    """Whether it looks at scores (False: reserved pages only)."""
+
+    def budget(self, spec: Spec, num_pages: int) -> int:
+        """Most pages chosen for a row of `num_pages` pages, the reserved ones not counted."""
+        return spec.budget(num_pages) if self.scored else 0
+
+    def meaning(self, x: torch.Tensor, scored: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
+        """Chosen pages, bool ``[R, lanes, W]``, of scores ``[R, lanes, W]``, scored pages bool ``[R, W]`` and ``[R]``."""
+        raise NotImplementedError(f"{type(self).__name__}.meaning")
+
+
+_OpT = TypeVar("_OpT", bound=type[Op])
+
+
+def cache_side(op_type: _OpT) -> _OpT:
+    """The op under its cache-side name, ``C`` + name: the same definition."""
+    name = "C" + op_type.__name__
+    doc = f"{op_type.__name__} with a field as its output: ``op(x, out, loc=loc, ctx=ctx)``.\n\n{op_type.__doc__}"
+    return type(name, (op_type,), {"__doc__": doc, "__module__": op_type.__module__})  # type: ignore[return-value]
+
+
+def broadcast(op: Op, *shapes: Inner) -> Inner:
+    """Inner sizes of an elementwise result: equal, or 1.
+
+    Raises:
+        ShapeError: naming op, argument, axis and both sizes.
+    """
+    sizes = list(shapes[0])
+    for name, shape in zip(op.names[1:], shapes[1:], strict=True):
+        for axis in (0, 1):
+            if shape[axis] != sizes[axis] and 1 not in (shape[axis], sizes[axis]):
+                raise ShapeError(
+                    f"{type(op).__name__}: axis {axis + 1} of '{name}' is {shape[axis]}, expected {sizes[axis]} or 1 "
+                    f"to match '{op.names[0]}' {list(shapes[0])}"
+                )
+            sizes[axis] = max(sizes[axis], shape[axis])
+    return sizes[0], sizes[1]
+
+
+def check_inner_dim(op: Op, dim: object) -> int:
+    """`dim` if it is 1 or 2. Raises OptionError."""
+    if dim not in (1, 2):
+        raise OptionError(f"{type(op).__name__}: dim is {dim!r}, expected 1 or 2 (an axis inside an entry)")
+    return int(dim)  # type: ignore[arg-type]
+
+
+class Leaf(Op):
+    """A value the graph reads: ``q``, a field, or a buffer."""
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+
+LEAF = Leaf()
+
+
+class Stored(TileOp):
+    """A value as a field holds it: rounded to the field's dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def infer(self, x: Inner) -> Inner:
+        return x
+
+    def meaning(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype).to(x.dtype)
+
+    def emit(self, e: Emitter, x: Block) -> Block:
+        return e.let(f"{e.fp32(x)}.to({TRITON_DTYPES[self.dtype]}).to(tl.float32)", x.shape, x)
+
+
+TRITON_DTYPES = {
+    torch.float32: "tl.float32",
+    torch.bfloat16: "tl.bfloat16",
+    torch.float16: "tl.float16",
+    torch.float8_e4m3fn: "tl.float8e4nv",
+}
+"""Triton's names of the storage dtypes."""
+
+
+def check_field_dtype(name: str, dtype: object) -> torch.dtype:
+    """`dtype` if a field can have it. Raises FormatError."""
+    if dtype not in TRITON_DTYPES:
+        known = ", ".join(str(t).removeprefix("torch.") for t in TRITON_DTYPES)
+        raise FormatError(f"create_cache: dtype of field {name!r} is {dtype!r}, expected one of {known}")
+    return dtype  # type: ignore[return-value]

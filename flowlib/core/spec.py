@@ -1,0 +1,128 @@
+"""The frozen numbers a flow is compiled for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flowlib.core.errors import OptionError
+
+RATIO_ONE = 1 << 16
+"""Fixed-point one of ``top_k_ratio``: budgets are computed in integers, so that every mode agrees on them."""
+KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+MAX_PAGE_SIZE = 128
+MAX_GRID_Y = 65535
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a flow is compiled for.
+
+    Args:
+        page_size: tokens per page, 1 to 128.
+        head_dim: size of a key and of a query head.
+        v_head_dim: size of a value head; ``None`` means ``head_dim``.
+        group_size: query heads per kv head (``H_q / H_kv``).
+        num_kv_heads: kv heads of one layer (on this device).
+        kv_dtype: dtype of the K/V pool: bfloat16, float16, float32 or float8_e4m3fn.
+        scale: factor of q·k in attention; ``None`` means ``head_dim ** -0.5``.
+        top_k: pages chosen per row besides the reserved ones.
+        top_k_ratio: share of a row's pages chosen; the larger of both budgets counts.
+        bos, eos: first and last pages of a row, always attended and never scored; ``eos >= 1``.
+        max_pages: most pages of one row.
+        max_batch: most rows' requests in one step.
+        alibi_slopes: one slope per query head, or ``None``: adds ``slope * (position - query position)``.
+        k_scale, v_scale: what stored K and V are multiplied by (float8 pools).
+        dense_below: rows of at most this many tokens are attended in full.
+
+    Raises:
+        OptionError: a number is out of range; the message names it.
+    """
+
+    page_size: int = 16
+    head_dim: int = 128
+    v_head_dim: int | None = None
+    group_size: int = 4
+    num_kv_heads: int = 2
+    kv_dtype: torch.dtype = torch.bfloat16
+    scale: float | None = None
+    top_k: int = 8
+    top_k_ratio: float = 0.0
+    bos: int = 1
+    eos: int = 1
+    max_pages: int = 256
+    max_batch: int = 8
+    alibi_slopes: Sequence[float] | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    dense_below: int = 0
+
+    def __post_init__(self) -> None:
+        _integer_in("page_size", self.page_size, 1, MAX_PAGE_SIZE)
+        for name in ("head_dim", "group_size", "num_kv_heads", "max_pages", "max_batch"):
+            _integer_in(name, getattr(self, name), 1, None)
+        if self.v_head_dim is not None:
+            _integer_in("v_head_dim", self.v_head_dim, 1, None)
+        for name in ("top_k", "bos", "dense_below"):
+            _integer_in(name, getattr(self, name), 0, None)
+        _integer_in("eos", self.eos, 1, None, why="the unfinished last page has no summary, so it can't be scored")
+        if not 0.0 <= self.top_k_ratio <= 1.0:
+            raise OptionError(f"Spec: top_k_ratio is {self.top_k_ratio}, expected a number from 0 to 1")
+        if self.kv_dtype not in KV_DTYPES:
+            known = ", ".join(str(t).removeprefix("torch.") for t in KV_DTYPES)
+            raise OptionError(f"Spec: kv_dtype is {self.kv_dtype}, expected one of {known}")
+        for name in ("scale", "k_scale", "v_scale"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise OptionError(f"Spec: {name} is {value}, expected a positive number")
+        if self.alibi_slopes is not None:
+            object.__setattr__(self, "alibi_slopes", tuple(float(s) for s in self.alibi_slopes))
+            if len(self.alibi_slopes) != self.num_heads:
+                raise OptionError(
+                    f"Spec: alibi_slopes has {len(self.alibi_slopes)} values, expected {self.num_heads}, one per query head"
+                )
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads, ``group_size * num_kv_heads``."""
+        return self.group_size * self.num_kv_heads
+
+    @property
+    def dv(self) -> int:
+        """Size of a value head."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor of q·k in attention."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def field_dtype(self) -> torch.dtype:
+        """dtype of a field declared without one: the pool's, bfloat16 beside a float8 pool."""
+        return torch.bfloat16 if self.kv_dtype is torch.float8_e4m3fn else self.kv_dtype
+
+    @property
+    def ratio_q16(self) -> int:
+        """``top_k_ratio`` as a 16-bit fixed-point number."""
+        return round(self.top_k_ratio * RATIO_ONE)
+
+    def budget(self, num_pages: int) -> int:
+        """Pages chosen for a row of `num_pages` pages, the reserved ones not counted."""
+        return max(self.top_k, (num_pages * self.ratio_q16) >> 16)
+
+    def replace(self, **changes: object) -> Spec:
+        """A copy with some numbers changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def _integer_in(name: str, value: object, low: int, high: int | None, why: str = "") -> None:
+    wanted = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
+    reason = f" ({why})" if why else ""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionError(f"Spec: {name} is {value!r}, expected {wanted}{reason}")
+    if value < low or (high is not None and value > high):
+        raise OptionError(f"Spec: {name} is {value}, expected {wanted}{reason}")

@@ -1,0 +1,201 @@
+"""Profile mode: a flow's methods run on vTensors without data and leave two graphs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from flowlib.core.context import ContextBase
+from flowlib.core.errors import FlowDefinitionError, FormatError, ShapeError, did_you_mean, user_line
+from flowlib.core.formats import FORMAT, Mode, Side
+from flowlib.core.graph import Field, Graph, Node
+from flowlib.core.op import LEAF, Op, Stored, check_field_dtype
+from flowlib.core.spec import Spec
+from flowlib.core.vtensor import SelectionHandle, vTensor
+
+if TYPE_CHECKING:
+    from flowlib.core.flow import vFlow
+
+GIVEN = ("k", "v")
+"""The fields every flow is given; read-only."""
+
+
+class ProfileContext(ContextBase):
+    """Records op calls as graph nodes."""
+
+    mode: ClassVar[Mode] = Mode.PROFILE
+
+    def __init__(self, spec: Spec, side: Side, fields: Mapping[str, Field]) -> None:
+        super().__init__(spec, side)
+        self.fields = fields
+        self.stores: dict[str, Node] = {}
+        self.selections: list[Node] = []
+
+    def apply(
+        self,
+        op: Op,
+        inputs: tuple[vTensor, ...],
+        target: vTensor | SelectionHandle | None,
+        result: tuple[FORMAT, tuple[int, int]] | None,
+        loc: object,
+    ) -> vTensor | None:
+        nodes = tuple(self._node_of(op, x) for x in inputs)
+        if result is None:
+            lanes = inputs[0].shape[0] * inputs[0].shape[1] if inputs else 1
+            self.selections.append(Node(op, nodes, FORMAT.RAGGED, (lanes, 1), where=user_line()))
+            return None
+        node = Node(op, nodes, *result, where=user_line())
+        if isinstance(target, vTensor):
+            self._store(op, target, node)
+            return target
+        return vTensor(result[0], result[1], self, node=node)
+
+    def check_entries(self, tensor: torch.Tensor, format: FORMAT) -> None:
+        raise FormatError("as_vtensor: a profile context has no data; use a reference or execute context")
+
+    def graph(self) -> Graph:
+        """What was recorded. Raises FlowDefinitionError unless ``o`` was written exactly once (indexer side)."""
+        if self.side is Side.CACHE:
+            return Graph(self.side, self.stores)
+        if not self.selections:
+            raise FlowDefinitionError(
+                "forward_indexer: no selection: it must end in one op that writes 'o', such as topK or Reserved"
+            )
+        if len(self.selections) > 1:
+            lines = "; ".join(str(n.where) for n in self.selections)
+            raise FlowDefinitionError(f"forward_indexer: 'o' is written {len(self.selections)} times, expected once ({lines})")
+        return Graph(self.side, self.stores, self.selections[0])
+
+    def _node_of(self, op: Op, x: vTensor) -> Node:
+        field = x.name
+        if self.side is Side.CACHE and field and field not in GIVEN:
+            if field not in self.stores:
+                raise FlowDefinitionError(
+                    f"{type(op).__name__}: field {field!r} is read before forward_cache wrote it: "
+                    "a reused page still holds the last owner's bytes; compute it from 'k' and 'v'"
+                )
+            stored = self.stores[field]
+            return Node(Stored(self.fields[field].dtype), (stored,), FORMAT.PAGED, stored.shape, where=user_line())
+        if x.node is None:
+            raise FormatError(f"{type(op).__name__}: {x!r} holds data and can't be used in profile mode")
+        return x.node
+
+    def _store(self, op: Op, target: vTensor, node: Node) -> None:
+        name = target.name
+        if name in GIVEN:
+            raise FlowDefinitionError(f"{type(op).__name__}: {name!r} is read-only: K and V are written by the pool")
+        if not name:
+            raise FormatError(f"{type(op).__name__}: 'out' is a computed value, expected a field such as cache['...']")
+        if node.shape != target.shape:
+            axis = 1 if node.shape[0] != target.shape[0] else 2
+            raise ShapeError(
+                f"{type(op).__name__}: axis {axis} of the result is {node.shape[axis - 1]}, expected "
+                f"{target.shape[axis - 1]} to match field {name!r} {list(target.shape)}"
+            )
+        self.stores[name] = node
+
+
+class CacheMapping(Mapping[str, vTensor]):
+    """``cache``: field name to its vTensor."""
+
+    def __init__(self, ctx: ContextBase, fields: Mapping[str, Field]) -> None:
+        self._values = {
+            f.name: vTensor(
+                FORMAT.PAGED, f.shape, ctx, dtype=f.dtype, name=f.name,
+                node=Node(LEAF, (), FORMAT.PAGED, f.shape, dtype=f.dtype, name=f.name),
+            )
+            for f in fields.values()
+        }  # fmt: skip
+
+    def __getitem__(self, name: str) -> vTensor:
+        if name not in self._values:
+            known = ", ".join(repr(n) for n in self._values)
+            raise FlowDefinitionError(
+                f"cache[{name!r}]: no such field, create_cache and the pool give {known}."
+                f"{did_you_mean(str(name), self._values)} ({user_line()})"
+            )
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A flow profiled for a spec.
+
+    Attributes:
+        flow: the copy of the flow that was profiled.
+        fields: the flow's fields by name, ``k`` and ``v`` not among them.
+        cache: graph of ``forward_cache``.
+        indexer: graph of ``forward_indexer``.
+    """
+
+    flow: vFlow
+    fields: dict[str, Field]
+    cache: Graph
+    indexer: Graph
+
+
+def given_fields(spec: Spec) -> dict[str, Field]:
+    """The fields every flow is given: ``k`` ``[page_size, head_dim]`` and ``v`` ``[page_size, v_head_dim]``."""
+    return {
+        "k": Field("k", (spec.page_size, spec.head_dim), spec.kv_dtype),
+        "v": Field("v", (spec.page_size, spec.dv), spec.kv_dtype),
+    }
+
+
+def declared_fields(flow: vFlow, spec: Spec) -> dict[str, Field]:
+    """What ``create_cache`` declares. Raises FlowDefinitionError, FormatError."""
+    declared = flow.create_cache(spec.page_size, spec.head_dim)
+    if not isinstance(declared, Mapping):
+        raise FlowDefinitionError(f"create_cache returned {type(declared).__name__}, expected a dict name -> (r, c[, dtype])")
+    fields = {}
+    for name, shape in declared.items():
+        if name in GIVEN:
+            raise FlowDefinitionError(f"create_cache: field {name!r} is given by the pool, choose another name")
+        if not isinstance(name, str) or not name.isidentifier():
+            raise FlowDefinitionError(f"create_cache: field name {name!r} is no identifier")
+        good = isinstance(shape, (tuple, list)) and len(shape) in (2, 3) and all(_positive(n) for n in shape[:2])
+        if not good:
+            raise FlowDefinitionError(
+                f"create_cache: field {name!r} is {shape!r}, expected (r, c) or (r, c, dtype) with r and c at least 1"
+            )
+        dtype = check_field_dtype(name, shape[2]) if len(shape) == 3 else spec.field_dtype
+        fields[name] = Field(name, (shape[0], shape[1]), dtype)
+    return fields
+
+
+def trace(flow: vFlow, spec: Spec) -> Traced:
+    """Profiles a copy of `flow` for `spec`; no data, no device."""
+    flow = copy.deepcopy(flow)
+    for name, value in list(vars(flow).items()):
+        if isinstance(value, Op):
+            setattr(flow, name, value.bound(spec))
+    fields = declared_fields(flow, spec)
+    everything = {**given_fields(spec), **fields}
+
+    ctx = ProfileContext(spec, Side.CACHE, everything)
+    loc = torch.empty(0, dtype=torch.int64)
+    flow.forward_cache(CacheMapping(ctx, everything), loc, ctx)
+    cache = ctx.graph()
+
+    ctx = ProfileContext(spec, Side.INDEXER, everything)
+    q_leaf = Node(LEAF, (), FORMAT.BATCHED, (spec.group_size, spec.head_dim), dtype=spec.field_dtype, name="q")
+    q = vTensor(FORMAT.BATCHED, q_leaf.shape, ctx, dtype=q_leaf.dtype, name="q", node=q_leaf)
+    flow.forward_indexer(q, SelectionHandle(ctx), CacheMapping(ctx, everything), ctx)
+    indexer = ctx.graph()
+    state = {name for name in fields if name in indexer.stores}
+    fields = {n: replace(f, kind="state") if n in state else f for n, f in fields.items()}
+    return Traced(flow, fields, cache, indexer)
+
+
+def _positive(n: object) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n >= 1

@@ -1,0 +1,68 @@
+"""Elementwise ops of two inputs; axes 1 and 2 broadcast where they are 1."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from flowlib.core.op import Block, Emitter, Inner, TileOp, broadcast, cache_side
+
+
+class _Binary(TileOp):
+    names: ClassVar[tuple[str, ...]] = ("x", "y")
+    triton: ClassVar[str] = ""
+
+    def infer(self, x: Inner, y: Inner) -> Inner:
+        return broadcast(self, x, y)
+
+    def emit(self, e: Emitter, x: Block, y: Block) -> Block:
+        return e.let(self.triton.format(x=e.fp32(x), y=e.fp32(y)), broadcast(self, x.shape, y.shape), x, y)
+
+
+class Multiply(_Binary):
+    """x · y."""
+
+    triton: ClassVar[str] = "{x} * {y}"
+
+    def meaning(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * y
+
+
+class Maximum(_Binary):
+    """max(x, y)."""
+
+    triton: ClassVar[str] = "tl.maximum({x}, {y})"
+
+    def meaning(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(x, y)
+
+
+class Minimum(_Binary):
+    """min(x, y)."""
+
+    triton: ClassVar[str] = "tl.minimum({x}, {y})"
+
+    def meaning(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.minimum(x, y)
+
+
+class Add(_Binary):
+    """alpha · x + beta · y."""
+
+    def __init__(self, alpha: float = 1.0, beta: float = 1.0) -> None:
+        self.alpha = float(alpha)
+        self.beta = float(beta)
+
+    def meaning(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.alpha * x + self.beta * y
+
+    def emit(self, e: Emitter, x: Block, y: Block) -> Block:
+        terms = [t if w == 1.0 else f"{w!r} * {t}" for w, t in ((self.alpha, e.fp32(x)), (self.beta, e.fp32(y)))]
+        return e.let(" + ".join(terms), broadcast(self, x.shape, y.shape), x, y)
+
+
+CMultiply = cache_side(Multiply)
+CMaximum = cache_side(Maximum)
+CMinimum = cache_side(Minimum)
+CAdd = cache_side(Add)

@@ -1,0 +1,53 @@
+"""Softmax over the pages of a row."""
+
+from __future__ import annotations
+
+import copy
+from typing import ClassVar
+
+import torch
+
+from flowlib.core.errors import OptionError
+from flowlib.core.op import Inner, SegmentOp
+from flowlib.core.spec import Spec
+
+
+class Softmax(SegmentOp):
+    """exp(scale·x − max) / Σ over the scored pages ``[bos, S - eos)`` of the row; reserved pages get 0.
+
+    Args:
+        dim: 0, the pages.
+        scale: factor of x; ``None`` means the spec's attention scale.
+    """
+
+    identity: ClassVar[float] = float("-inf")
+    kernel: ClassVar[str] = "flowlib.kernels.segment:launch_softmax"
+
+    def __init__(self, dim: int = 0, scale: float | None = 1.0) -> None:
+        if dim != 0:
+            raise OptionError(f"Softmax: dim is {dim!r}, expected 0 (the pages of a row)")
+        if scale is not None and not scale > 0:
+            raise OptionError(f"Softmax: scale is {scale!r}, expected a positive number, or None for the spec's scale")
+        self.dim = dim
+        self.scale = scale
+
+    def bound(self, spec: Spec) -> Softmax:
+        if self.scale is not None:
+            return self
+        resolved = copy.copy(self)
+        resolved.scale = spec.softmax_scale
+        return resolved
+
+    def infer(self, x: Inner) -> Inner:
+        return x
+
+    def meaning(self, x: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
+        outside = ~scored[:, :, None, None]
+        logits = (self.scale * x).masked_fill(outside, float("-inf"))
+        top = logits.amax(1, keepdim=True)
+        weights = (logits - top.masked_fill(top == float("-inf"), 0.0)).exp()
+        total = weights.sum(1, keepdim=True)
+        return (weights / total.masked_fill(total == 0, 1.0)).masked_fill(outside, 0.0)
+
+    def options(self) -> dict[str, object]:
+        return {"scale": self.scale}

@@ -1,0 +1,75 @@
+"""The functions of the public surface: flows by name, plans, and dense attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import flowlib.algorithms  # noqa: F401  (registers the built-in flows)
+from flowlib.compiler.pipeline import compile_flow
+from flowlib.core import registry
+from flowlib.core.flow import vFlow
+from flowlib.core.spec import Spec
+from flowlib.runtime import reference
+from flowlib.runtime.batch import Batch
+from flowlib.runtime.plan import Plan
+from flowlib.runtime.pool import KVStore
+
+
+def list_flows() -> list[str]:
+    """Names of all registered flows, sorted; aliases are left out."""
+    return registry.registered()
+
+
+def build(name: str, module_path: str | Path | None = None, **options: object) -> vFlow:
+    """A flow by its registered name or alias.
+
+    Args:
+        name: registered name or alias.
+        module_path: a ``.py`` file that registers it.
+        options: arguments of the flow's ``__init__``.
+
+    Raises:
+        UnknownFlowError, OptionError, FlowLoadError: with what is known and what was meant.
+    """
+    if module_path is not None:
+        registry.load_file(module_path)
+    return registry.construct(name, options)
+
+
+def profile(flow: vFlow, spec: Spec) -> Plan:
+    """Profiles a flow for a spec: no data, no device, no Triton.
+
+    Raises:
+        FlowDefinitionError, ShapeError, FormatError, OptionError: with the line of the flow's file.
+    """
+    return Plan(compile_flow(flow, spec), spec)
+
+
+@dataclass(frozen=True)
+class DenseOutput:
+    """Exact attention: o ``[rows, H_q, Dv]`` and lse ``[rows, H_q]``, natural log."""
+
+    o: torch.Tensor
+    lse: torch.Tensor
+
+
+def dense(
+    q: torch.Tensor, store: KVStore, batch: Batch, impl: str = "reference", dtype: torch.dtype | None = None
+) -> DenseOutput:
+    """Exact attention over the whole row, with the arguments of :meth:`flowlib.Plan.step`."""
+    plan = store.plan
+    plan.check_impl(impl, store.device)
+    plan.check_step(q, store, batch)
+    if impl == "triton":
+        from flowlib.runtime.execute import attend_everything
+
+        return DenseOutput(*attend_everything(plan, q, store, batch))
+    counts = reference.num_pages_of(batch, plan.spec)
+    logical = torch.arange(batch.width, dtype=torch.int32, device=batch.device)
+    pages = torch.where(logical < counts[:, None], logical, -1)
+    pages = pages[:, None, :].expand(-1, plan.spec.num_kv_heads, -1)
+    o, lse = reference.attend(q, store, batch, pages, plan.spec, dtype or torch.float32)
+    return DenseOutput(o if dtype is not None else o.to(q.dtype), lse)

@@ -1,0 +1,77 @@
+"""A plan as text: fields, stages with the bytes they move, buffers, generated kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flowlib.compiler.load import source_path
+from flowlib.compiler.program import SegmentStage, SelectStage, TileStage
+from flowlib.core.formats import FORMAT
+from flowlib.core.graph import topological
+from flowlib.core.trace import given_fields
+
+if TYPE_CHECKING:
+    from flowlib.runtime.plan import Plan
+
+
+def describe(plan: Plan) -> str:
+    """What ``print(plan)`` shows."""
+    spec, flow = plan.spec, type(plan.flow).__name__
+    lines = [
+        f"{flow}: page_size {spec.page_size}, head_dim {spec.head_dim}, {spec.num_heads} query / {spec.num_kv_heads} kv heads, "
+        f"{str(spec.kv_dtype).removeprefix('torch.')}",
+        f"budget: {spec.top_k} pages or {spec.top_k_ratio:g} of a row, plus {spec.bos} first and {spec.eos} last; "
+        f"at most {plan.max_selected} of {spec.max_pages} pages attended",
+        "",
+        f"fields ({plan.field_bytes_per_page} bytes per page and layer, "
+        f"{plan.field_bytes_per_page / _kv_bytes_per_page(plan):.1%} of K and V)",
+    ]
+    lines += [f"  {f.name:<20} {f.kind:<8} {list(f.shape)!s:<12} {str(f.dtype).removeprefix('torch.')}" for f in plan.fields.values()]
+    lines += ["", "stages, bytes per page and kv head", f"  {'stage':<20} {'reads':>8} {'writes':>8}  kernel"]
+    lines += [f"  {name:<20} {reads:>8} {writes:>8}  {kernel}" for name, reads, writes, kernel in stage_rows(plan)]
+    rows = spec.max_batch * spec.num_kv_heads
+    total = sum(b.nbytes(rows, spec.max_pages) for b in plan.program.buffers.values())
+    lines += ["", f"buffers ({total} bytes for {spec.max_batch} requests of {spec.max_pages} pages)"]
+    lines += [
+        f"  {b.name:<20} fp32 [{rows}, {b.shape[0]}, {b.shape[1]}, {spec.max_pages}] {b.nbytes(rows, spec.max_pages)} bytes"
+        for b in plan.program.buffers.values()
+    ]
+    return "\n".join([*lines, "", f"generated module: {source_path(plan.program.source).name}"])
+
+
+def stage_rows(plan: Plan) -> list[tuple[str, int, int, str]]:
+    """Stage, bytes read and written per page and kv head, kernel; for update per written page, for attend per attended."""
+    spec = plan.spec
+    rows: list[tuple[str, int, int, str]] = []
+    for stage in plan.program.stages:
+        if isinstance(stage, TileStage):
+            rows.append((stage.name, _reads(plan, stage), _writes(plan, stage), "generated"))
+        elif isinstance(stage, SegmentStage):
+            size = plan.program.buffers[stage.source].nbytes(1, 1)
+            rows.append((stage.name, size, size, stage.op.kernel))
+        elif isinstance(stage, SelectStage):
+            size = 0 if stage.scores is None else plan.program.buffers[stage.scores].nbytes(1, 1)
+            rows.append(("select", size, 4 * stage.lanes, "flowlib.kernels.select:launch_select"))
+    per_page = spec.page_size * (spec.head_dim + spec.dv) * spec.kv_dtype.itemsize
+    rows.append(("attend", per_page, 0, "flowlib.kernels.attend:launch_attend"))
+    return rows
+
+
+def _reads(plan: Plan, stage: TileStage) -> int:
+    known = given_fields(plan.spec) | plan.fields
+    leaves = {n.name: n for n in topological(o.node for o in stage.outputs) if n.name and n.format is not FORMAT.BATCHED}
+    return sum(
+        known[name].nbytes if node.format is FORMAT.PAGED else plan.program.buffers[name].nbytes(1, 1)
+        for name, node in leaves.items()
+    )
+
+
+def _writes(plan: Plan, stage: TileStage) -> int:
+    return sum(
+        plan.fields[o.name].nbytes if o.kind == "field" else plan.program.buffers[o.name].nbytes(1, 1) for o in stage.outputs
+    )
+
+
+def _kv_bytes_per_page(plan: Plan) -> int:
+    spec = plan.spec
+    return spec.num_kv_heads * spec.page_size * (spec.head_dim + spec.dv) * spec.kv_dtype.itemsize

@@ -1,0 +1,136 @@
+"""Execute mode: the stages of a program as Triton kernels. Nothing here allocates or waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flowlib.compiler.emit import num_warps, tile_pages
+from flowlib.compiler.load import load_function, load_source
+from flowlib.compiler.program import SegmentStage, TileStage
+from flowlib.core.spec import Spec
+from flowlib.runtime.batch import Batch
+
+if TYPE_CHECKING:
+    from flowlib.runtime.plan import Plan, StepOutput
+    from flowlib.runtime.pool import KVStore
+
+SELECT = "flowlib.kernels.select:launch_select"
+ATTEND = "flowlib.kernels.attend:launch_attend"
+
+
+class TileKernel:
+    """A generated kernel with the rule for its arguments.
+
+    Args:
+        stage: what it computes.
+        source: text of the module it lies in.
+        spec: the numbers it was written for.
+    """
+
+    def __init__(self, stage: TileStage, source: str, spec: Spec) -> None:
+        self.stage = stage
+        self.kernel = getattr(load_source(source), stage.name)
+        self.tile = tile_pages(stage)
+        self.spec = spec
+        self.options = {"num_warps": num_warps(stage)}
+        self._arguments = [_argument(name) for name in self.kernel.arg_names]
+
+    def on_rows(self, tensors: Mapping[str, torch.Tensor], batch: Batch) -> None:
+        """Runs it for the scored pages of every row."""
+        given = {**tensors, "page_table": batch.page_table, "seq_lens": batch.seq_lens}
+        grid = (batch.size * self.spec.num_kv_heads, max(1, -(-batch.width // self.tile)))
+        self.kernel[grid](*(find(given) for find in self._arguments), **self.options)
+
+    def on_written(self, tensors: Mapping[str, torch.Tensor], loc: torch.Tensor) -> None:
+        """Runs it for the pages whose last slot is in `loc`."""
+        grid = (loc.shape[0], self.spec.num_kv_heads)
+        self.kernel[grid](*(find({**tensors, "loc": loc}) for find in self._arguments), **self.options)
+
+
+def _argument(name: str) -> Callable[[Mapping[str, torch.Tensor]], Any]:
+    """What a kernel's parameter stands for: ``p_x`` and ``w_x`` a tensor, ``s_x_<axis>`` one of its strides."""
+    kind, rest = name.split("_", 1) if "_" in name else (name, "")
+    if name == "width":
+        return lambda given: given["page_table"].shape[1]
+    if name == "s_page_table":
+        return lambda given: given["page_table"].stride(0)
+    if kind in ("p", "w"):
+        return lambda given: given[rest]
+    key, axis = rest.rsplit("_", 1)
+    position = {"b": 0, "t": 0, "r": 0, "h": 1, "lane": -2}[axis]
+    return lambda given: given[key].stride(position)
+
+
+class Executor:
+    """The loaded kernels of one plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        program, spec = plan.program, plan.spec
+        self.tiles = {s.name: TileKernel(s, program.source, spec) for s in program.stages if isinstance(s, TileStage)}
+        self.segments = {s.name: load_function(s.op.kernel) for s in program.stages if isinstance(s, SegmentStage)}
+        self.select = load_function(SELECT)
+        self.attend = load_function(ATTEND)
+
+    def update(self, store: KVStore, loc: torch.Tensor) -> None:
+        """Fields of the pages whose last slot is in `loc`."""
+        if self.plan.program.update is not None and loc.shape[0]:
+            tensors = {"k": store.k, "v": store.v, **store.fields}
+            self.tiles[self.plan.program.update.name].on_written(tensors, loc)
+
+    def choose(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
+        """Scores and page lists."""
+        spec, selection = self.plan.spec, self.plan.program.selection
+        tensors = {"q": q, "k": store.k, "v": store.v, **store.fields, **out.workspace}
+        for stage in self.plan.program.step_stages:
+            if isinstance(stage, TileStage):
+                self.tiles[stage.name].on_rows(tensors, batch)
+            else:
+                self._segment(stage, out, batch)
+        scores = None if selection.scores is None else out.workspace[selection.scores].flatten(1, 2)
+        self.select(
+            scores, batch.seq_lens, out.pages, out.lengths, num_kv_heads=spec.num_kv_heads, lanes=selection.lanes,
+            page_size=spec.page_size, bos=spec.bos, eos=spec.eos, top_k=spec.top_k if scores is not None else 0,
+            ratio_q16=spec.ratio_q16 if scores is not None else 0, dense_below=spec.dense_below,
+            scored=scores is not None, width=batch.width,
+        )  # fmt: skip
+
+    def _segment(self, stage: SegmentStage, out: StepOutput, batch: Batch) -> None:
+        spec = self.plan.spec
+        self.segments[stage.name](
+            out.workspace[stage.source].flatten(1, 2), out.workspace[stage.target].flatten(1, 2), batch.seq_lens,
+            num_kv_heads=spec.num_kv_heads, page_size=spec.page_size, bos=spec.bos, eos=spec.eos, **stage.op.options(),
+        )  # fmt: skip
+
+    def attend_lists(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
+        """Attention over the page lists in `out`."""
+        spec = self.plan.spec
+        self.attend(
+            q, store.k, store.v, batch.page_table, batch.seq_lens, out.pages, out.lengths, out.o, out.lse,
+            out.workspace.get("partial_o"), out.workspace.get("partial_lse"), num_kv_heads=spec.num_kv_heads,
+            group_size=spec.group_size, lanes=out.pages.shape[1] // spec.num_kv_heads, page_size=spec.page_size,
+            scale=spec.softmax_scale, k_scale=spec.k_scale, v_scale=spec.v_scale,
+            alibi_slopes=out.workspace.get("alibi_slopes"), num_splits=out.num_splits,
+        )  # fmt: skip
+
+
+def attend_everything(
+    plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention over the whole row, o ``[rows, H_q, Dv]`` and lse ``[rows, H_q]``, into fresh tensors."""
+    from flowlib.runtime.plan import Plan
+
+    whole = plan.spec.replace(max_pages=max(batch.width, 1), dense_below=2**31 - 1)
+    dense = Plan(plan.program, whole)
+    out = dense.allocate(batch.size, batch.width, store.device)
+    if batch.size:
+        lists = {"num_kv_heads": whole.num_kv_heads, "lanes": dense.lanes, "page_size": whole.page_size}
+        load_function(SELECT)(
+            None, batch.seq_lens, out.pages, out.lengths, **lists, bos=0, eos=1, top_k=0, ratio_q16=0,
+            dense_below=whole.dense_below, scored=False, width=batch.width,
+        )  # fmt: skip
+        Executor(dense).attend_lists(q, store, batch, out)
+    return out.o, out.lse

@@ -1,0 +1,247 @@
+"""The plan: a flow profiled for a spec, ready to run in every mode."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+
+from flowlib.compiler.program import Program
+from flowlib.core.errors import BackendError, BatchError, FormatError, OptionError, ShapeError
+from flowlib.core.flow import vFlow
+from flowlib.core.graph import Field
+from flowlib.core.spec import Spec
+from flowlib.runtime import reference
+from flowlib.runtime.batch import Batch
+from flowlib.runtime.pool import KVStore
+
+IMPLEMENTATIONS = ("reference", "triton")
+
+
+@dataclass
+class StepOutput:
+    """What a step computes; ``rows`` is the batch's requests, or its query tokens.
+
+    Attributes:
+        o: ``[rows, H_q, Dv]``.
+        lse: ``[rows, H_q]``, natural log of Σ exp(score) over the attended tokens; -inf for an empty row.
+        pages: int32 ``[rows, H_kv or H_q, max_selected]``, logical pages, ascending, -1 padded.
+        lengths: int32 ``[rows, H_kv or H_q]``, attended pages.
+        raw_scores: fp32 ``[rows * H_kv, lanes, W]``, meaningful at scored pages only; ``None`` where nothing is scored.
+        workspace: buffers between the kernels, by name.
+        num_splits: programs that share one page list.
+    """
+
+    spec: Spec
+    o: torch.Tensor
+    lse: torch.Tensor
+    pages: torch.Tensor
+    lengths: torch.Tensor
+    raw_scores: torch.Tensor | None = None
+    seq_lens: torch.Tensor | None = None
+    workspace: dict[str, torch.Tensor] = field(default_factory=dict)
+    num_splits: int = 1
+
+    @property
+    def scores(self) -> torch.Tensor | None:
+        """``[rows, H_kv or H_q, W]``, NaN where a page was not scored; ``None`` where nothing is scored."""
+        if self.raw_scores is None or self.seq_lens is None:
+            return None
+        rows, width = self.pages.shape[0], self.raw_scores.shape[-1]
+        logical = torch.arange(width, device=self.o.device)
+        total = (self.seq_lens.to(torch.int64) + self.spec.page_size - 1) // self.spec.page_size
+        scored = (logical >= self.spec.bos) & (logical < total[:, None] - self.spec.eos)
+        return torch.where(scored[:, None, :], self.raw_scores.reshape(rows, -1, width), float("nan"))
+
+
+class Plan:
+    """A flow profiled for a spec.
+
+    Attributes:
+        flow: the copy of the flow that was profiled, its options resolved.
+        spec: the numbers it was profiled for.
+        program: graphs, stages, buffers and generated source.
+    """
+
+    def __init__(self, program: Program, spec: Spec) -> None:
+        self.program = program
+        self.spec = spec
+
+    @property
+    def flow(self) -> vFlow:
+        """The profiled copy of the flow."""
+        return self.program.traced.flow
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The flow's fields by name."""
+        return self.program.traced.fields
+
+    @property
+    def state_fields(self) -> tuple[str, ...]:
+        """Names of the fields that carry something across decode steps."""
+        return tuple(f.name for f in self.fields.values() if f.kind == "state")
+
+    @property
+    def field_bytes_per_page(self) -> int:
+        """Bytes of all fields of one page of one layer, all kv heads."""
+        return self.spec.num_kv_heads * sum(f.nbytes for f in self.fields.values())
+
+    @property
+    def storage(self) -> dict[str, tuple[object, ...]]:
+        """What a pool must hold: the sizes and dtypes of K, V and the fields."""
+        spec = self.spec
+        given: dict[str, tuple[object, ...]] = {
+            "k": (spec.page_size, spec.num_kv_heads, spec.head_dim, spec.kv_dtype, spec.k_scale),
+            "v": (spec.page_size, spec.num_kv_heads, spec.dv, spec.kv_dtype, spec.v_scale),
+        }
+        return given | {f.name: (*f.shape, f.dtype) for f in self.fields.values()}
+
+    @property
+    def lanes(self) -> int:
+        """Page lists per kv head: 1, or the group size where each query head selects for itself."""
+        return self.program.selection.lanes
+
+    @property
+    def max_selected(self) -> int:
+        """Most pages in one page list."""
+        spec, op = self.spec, self.program.selection.op
+        budget = op.budget(spec, spec.max_pages) + spec.bos + spec.eos
+        return min(spec.max_pages, max(budget, -(-spec.dense_below // spec.page_size)))
+
+    @functools.cached_property
+    def _executor(self):  # noqa: ANN202  (an Executor; imported late, it needs Triton)
+        from flowlib.runtime.execute import Executor
+
+        return Executor(self)
+
+    def __str__(self) -> str:
+        from flowlib.runtime.describe import describe
+
+        return describe(self)
+
+    def check_impl(self, impl: str, device: torch.device) -> None:
+        """Raises OptionError for an unknown `impl`, BackendError if it can't run on `device`."""
+        if impl not in IMPLEMENTATIONS:
+            raise OptionError(f"impl is {impl!r}, expected 'reference' or 'triton'")
+        if impl == "triton" and device.type == "cpu":
+            from flowlib.runtime.interpreter import install
+
+            install()
+        elif impl == "triton" and device.type != "cuda":
+            raise BackendError(f"impl='triton' on {device.type} tensors: expected cuda tensors, or CPU tensors interpreted")
+
+    def update(self, store: KVStore, loc: torch.Tensor, impl: str = "reference") -> None:
+        """Runs ``forward_cache`` for the pages whose last slot is in `loc` (int64 ``[T]``); K and V are stored already."""
+        self.check_impl(impl, store.device)
+        if impl == "triton":
+            self._executor.update(store, loc)
+        else:
+            reference.update_fields(self.program.traced.cache, store, loc)
+
+    def step(
+        self, q: torch.Tensor, store: KVStore, batch: Batch, impl: str = "reference", dtype: torch.dtype | None = None
+    ) -> StepOutput:
+        """One decode step into fresh tensors; K and V of the query tokens are stored already.
+
+        Args:
+            q: ``[rows, H_q, D]``, a row per request, or per query token with ``q_lens``.
+            store: the pool.
+            batch: page table and lengths.
+            impl: ``"reference"`` or ``"triton"``.
+            dtype: compute and output dtype of the reference; ``None`` computes in fp32 and returns q's dtype.
+
+        Raises:
+            BatchError, ShapeError, FormatError, OptionError, BackendError: before anything runs.
+        """
+        self.check_impl(impl, store.device)
+        self.check_step(q, store, batch)
+        if impl == "triton":
+            if dtype is not None:
+                raise OptionError("step: dtype is for impl='reference'; impl='triton' accumulates in fp32")
+            out = self.allocate(batch.size, batch.width, store.device)
+            self.launch(q, store, batch, out)
+            return out
+        done = reference.step(self, q, store, batch, dtype or torch.float32)
+        o = done.o if dtype is not None else done.o.to(q.dtype)
+        return StepOutput(self.spec, o, done.lse, done.pages, done.lengths, _widened(done.scores, batch), batch.seq_lens)
+
+    def allocate(self, rows: int, width: int, device: str | torch.device) -> StepOutput:
+        """Outputs and workspace of :meth:`launch` for `rows` rows and a page table of `width` columns."""
+        from flowlib.kernels.attend import num_splits
+
+        spec, heads = self.spec, self.spec.num_kv_heads
+        lists = heads * self.lanes
+        splits = num_splits(self.max_selected, spec.page_size, rows * lists)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        work = {n: empty(rows * heads, *b.shape, width) for n, b in self.program.buffers.items()}
+        if splits > 1:
+            work["partial_o"] = empty(rows, spec.num_heads, splits, spec.dv)
+            work["partial_lse"] = empty(rows, spec.num_heads, splits)
+        if spec.alibi_slopes is not None:
+            work["alibi_slopes"] = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)
+        scores = self.program.selection.scores
+        return StepOutput(
+            spec,
+            o=empty(rows, spec.num_heads, spec.dv, dtype=spec.field_dtype),
+            lse=empty(rows, spec.num_heads),
+            pages=empty(rows, lists, self.max_selected, dtype=torch.int32),
+            lengths=empty(rows, lists, dtype=torch.int32),
+            raw_scores=None if scores is None else work[scores].flatten(1, 2),
+            workspace=work,
+            num_splits=splits,
+        )
+
+    def launch(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
+        """The step as Triton kernels into `out`: no allocation, no wait, capturable in a CUDA graph; nothing is checked."""
+        out.seq_lens = batch.seq_lens
+        if batch.size:
+            self._executor.choose(q, store, batch, out)
+            self._executor.attend_lists(q, store, batch, out)
+
+    def check_step(self, q: torch.Tensor, store: KVStore, batch: Batch) -> None:
+        """Raises if queries, pool and batch do not fit the plan. Lengths and page ids are looked at on the CPU only."""
+        spec = self.spec
+        wanted = (batch.size, spec.num_heads, spec.head_dim)
+        if tuple(q.shape) != wanted:
+            raise ShapeError(f"step: 'q' is {list(q.shape)}, expected {list(wanted)} [rows, H_q, D]")
+        if q.dtype is not spec.field_dtype:
+            raise FormatError(f"step: 'q' is {q.dtype}, expected {spec.field_dtype} to match the spec's kv_dtype")
+        if store.plan.storage != self.storage:
+            raise BatchError(
+                f"step: the pool holds {store.plan.storage}, this plan needs {self.storage}; make it with PagedPool(plan, ...)"
+            )
+        if batch.multi_token and self.state_fields:
+            raise BatchError(
+                f"step: q_lens with state field {self.state_fields[0]!r}: state carries from one step to the next, "
+                "so a request has one query token per step"
+            )
+        if len({q.device, store.device, batch.device}) > 1:
+            raise BatchError(f"step: q is on {q.device}, the pool on {store.device}, the batch on {batch.device}")
+        if batch.device.type == "cpu" and batch.size:
+            self._check_rows(store, batch)
+
+    def _check_rows(self, store: KVStore, batch: Batch) -> None:
+        counts = reference.num_pages_of(batch, self.spec)
+        limit = min(batch.width, self.spec.max_pages)
+        if int(counts.max()) > limit:
+            row = int(counts.argmax())
+            what = "columns of the page table" if limit == batch.width else "max_pages of the spec"
+            raise BatchError(
+                f"step: row {row} has {int(batch.seq_lens[row])} tokens = {int(counts[row])} pages, more than the {limit} {what}"
+            )
+        owned = torch.arange(batch.width) < counts[:, None]
+        ids = batch.page_table[owned]
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= store.num_pages):
+            bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+            raise BatchError(f"step: page_table has page {bad}, expected from 0 to {store.num_pages - 1}")
+
+
+def _widened(scores: torch.Tensor | None, batch: Batch) -> torch.Tensor | None:
+    if scores is None:
+        return None
+    return torch.nn.functional.pad(scores, (0, batch.width - scores.shape[-1]), value=float("nan"))

@@ -1,0 +1,139 @@
+"""K, V and the fields of a flow, in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from flowlib.core.errors import BatchError, FormatError, ShapeError
+
+if TYPE_CHECKING:
+    from flowlib.runtime.plan import Plan
+
+
+class KVStore:
+    """A view of K, V and fields that somebody owns; nothing is copied.
+
+    Args:
+        plan: the plan whose fields they are.
+        k, v: ``[num_pages * page_size, H_kv, D]`` and ``[.., H_kv, Dv]`` in ``spec.kv_dtype``, last axis contiguous.
+        fields: name to ``[num_pages, H_kv, r, c]``, contiguous, in the field's dtype.
+
+    Raises:
+        ShapeError, FormatError: a tensor does not fit the plan; the message names it.
+    """
+
+    def __init__(self, plan: Plan, k: torch.Tensor, v: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> None:
+        spec = plan.spec
+        self.plan = plan
+        self.num_pages = k.shape[0] // spec.page_size
+        for name, value, size in (("k", k, spec.head_dim), ("v", v, spec.dv)):
+            _check_storage(name, value, (k.shape[0], spec.num_kv_heads, size), spec.kv_dtype)
+        if set(fields) != set(plan.fields):
+            raise ShapeError(f"KVStore: fields are {sorted(fields)}, expected {sorted(plan.fields)}")
+        for name, field in plan.fields.items():
+            _check_storage(name, fields[name], (self.num_pages, spec.num_kv_heads, *field.shape), field.dtype)
+            if not fields[name].is_contiguous():
+                raise FormatError(f"KVStore: field {name!r} is not contiguous")
+        self.k = k
+        self.v = v
+        self.fields = dict(fields)
+
+    @property
+    def device(self) -> torch.device:
+        """Where K lies."""
+        return self.k.device
+
+    def refresh(self, pages: torch.Tensor, impl: str = "reference") -> None:
+        """Recomputes the fields of physical `pages` (int64 ``[n]``) after a rewrite that missed a page's last slot."""
+        size = self.plan.spec.page_size
+        pages = pages.to(torch.int64)
+        _check_range("refresh: pages", pages, self.num_pages)
+        self.plan.update(self, pages * size + size - 1, impl=impl)
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, impl: str = "reference") -> None:
+        """Stores K and V of some tokens, then runs ``forward_cache`` for the pages they finish.
+
+        Args:
+            k, v: ``[T, H_kv, D]`` and ``[T, H_kv, Dv]`` in a floating dtype; divided by k_scale and v_scale when the
+                pool is float8.
+            loc: int64 ``[T]`` token slots, ``physical page * page_size + slot``.
+            impl: ``"reference"`` or ``"triton"``.
+
+        Raises:
+            ShapeError, BatchError: nothing is stored.
+        """
+        spec = self.plan.spec
+        for name, value, size in (("k", k, spec.head_dim), ("v", v, spec.dv)):
+            wanted = (len(loc), spec.num_kv_heads, size)
+            if tuple(value.shape) != wanted:
+                raise ShapeError(f"write: '{name}' is {list(value.shape)}, expected {list(wanted)} [T, H_kv, D]")
+            if not value.is_floating_point():
+                raise FormatError(f"write: '{name}' is {value.dtype}, expected a floating dtype")
+        if loc.dtype not in (torch.int64, torch.int32) or loc.dim() != 1:
+            raise BatchError(f"write: loc is {loc.dtype} {list(loc.shape)}, expected int64 [T]")
+        _check_range("write: loc", loc, self.num_pages * spec.page_size)
+        self.plan.check_impl(impl, self.device)
+        slots = loc.to(torch.int64)
+        self.k[slots] = _stored(k, spec.k_scale, spec.kv_dtype)
+        self.v[slots] = _stored(v, spec.v_scale, spec.kv_dtype)
+        self.plan.update(self, slots, impl=impl)
+
+
+class PagedPool(KVStore):
+    """K, V and the flow's fields in memory of its own; every page id is ordinary.
+
+    Args:
+        plan: the plan whose fields are kept.
+        num_pages: pages in the pool.
+        device: where it lies.
+    """
+
+    def __init__(self, plan: Plan, num_pages: int, device: str | torch.device = "cpu") -> None:
+        if num_pages < 1:
+            raise BatchError(f"PagedPool: num_pages is {num_pages}, expected at least 1")
+        spec = plan.spec
+        tokens = num_pages * spec.page_size
+        k = torch.zeros(tokens, spec.num_kv_heads, spec.head_dim, dtype=spec.kv_dtype, device=device)
+        v = torch.zeros(tokens, spec.num_kv_heads, spec.dv, dtype=spec.kv_dtype, device=device)
+        super().__init__(plan, k, v, allocate_fields(plan, num_pages, device))
+
+    def clone(self) -> PagedPool:
+        """A copy with storage of its own."""
+        twin = object.__new__(PagedPool)
+        KVStore.__init__(twin, self.plan, self.k.clone(), self.v.clone(), {n: f.clone() for n, f in self.fields.items()})
+        return twin
+
+
+def allocate_fields(plan: Plan, num_pages: int, device: str | torch.device) -> dict[str, torch.Tensor]:
+    """Zeroed storage of the plan's fields for one layer: name to ``[num_pages, H_kv, r, c]``."""
+    heads = plan.spec.num_kv_heads
+    return {
+        f.name: torch.zeros(num_pages, heads, *f.shape, dtype=f.dtype, device=device) for f in plan.fields.values()
+    }
+
+
+def _stored(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    if dtype is not torch.float8_e4m3fn:
+        return x.to(dtype)
+    limit = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-limit, limit).to(dtype)
+
+
+def _check_storage(name: str, value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(value.shape) != shape:
+        raise ShapeError(f"KVStore: '{name}' is {list(value.shape)}, expected {list(shape)}")
+    if value.dtype is not dtype:
+        raise FormatError(f"KVStore: '{name}' is {value.dtype}, expected {dtype}")
+    if value.stride(-1) != 1 and value.shape[-1] != 1:
+        raise FormatError(f"KVStore: the last axis of '{name}' has stride {value.stride(-1)}, expected 1")
+
+
+def _check_range(what: str, values: torch.Tensor, limit: int) -> None:
+    if values.is_cuda or values.numel() == 0:
+        return
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high >= limit:
+        raise BatchError(f"{what} has {low if low < 0 else high}, expected from 0 to {limit - 1}")

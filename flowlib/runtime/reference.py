@@ -1,0 +1,181 @@
+"""Reference mode: graphs interpreted op by op in torch, in any dtype up to float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from flowlib.core.errors import BackendError
+from flowlib.core.formats import FORMAT
+from flowlib.core.graph import Graph, Node, topological
+from flowlib.core.op import SegmentOp, SelectOp, TileOp
+from flowlib.core.spec import Spec
+from flowlib.runtime.batch import Batch
+from flowlib.runtime.pool import KVStore
+
+if TYPE_CHECKING:
+    from flowlib.runtime.plan import Plan
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What one reference step computes; see :class:`flowlib.runtime.plan.StepOutput`."""
+
+    o: torch.Tensor
+    lse: torch.Tensor
+    pages: torch.Tensor
+    lengths: torch.Tensor
+    scores: torch.Tensor | None
+
+
+def evaluate(
+    outputs: Iterable[Node], leaf: Callable[[Node], torch.Tensor], scored: torch.Tensor | None = None
+) -> dict[int, torch.Tensor]:
+    """Values of all nodes that `outputs` reach, by ``id(node)``.
+
+    Args:
+        outputs: the nodes wanted; select ops are left to the caller.
+        leaf: value of a leaf; leading axes of all leaves broadcast, the last two are the entry's.
+        scored: bool ``[R, W]``, the pages segment ops see.
+    """
+    values: dict[int, torch.Tensor] = {}
+    for node in topological(outputs):
+        inputs = [values[id(x)] for x in node.inputs if id(x) in values]
+        if node.name:
+            values[id(node)] = leaf(node)
+        elif isinstance(node.op, TileOp):
+            values[id(node)] = node.op.meaning(*inputs)
+        elif isinstance(node.op, SegmentOp) and scored is not None:
+            values[id(node)] = node.op.meaning(*inputs, scored)
+        elif not isinstance(node.op, SelectOp):
+            raise BackendError(f"{node} has no meaning here")
+    return values
+
+
+def update_fields(graph: Graph, store: KVStore, loc: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Runs ``forward_cache`` for the pages whose last slot is in `loc`; all values are computed before any is stored."""
+    spec = store.plan.spec
+    last = loc[(loc % spec.page_size == spec.page_size - 1) & (loc >= 0)]
+    pages = torch.div(last, spec.page_size, rounding_mode="floor")
+    if not graph.stores or pages.numel() == 0:
+        return
+
+    def leaf(node: Node) -> torch.Tensor:
+        return _page_tokens(node.name, store, pages, dtype)
+
+    values = evaluate(graph.stores.values(), leaf)
+    for name, node in graph.stores.items():
+        field = store.fields[name]
+        field[pages] = values[id(node)].expand(-1, -1, *node.shape).to(field.dtype)
+
+
+def num_pages_of(batch: Batch, spec: Spec) -> torch.Tensor:
+    """Pages of each row of the batch, int64 ``[rows]``."""
+    return torch.div(batch.seq_lens.to(torch.int64) + spec.page_size - 1, spec.page_size, rounding_mode="floor")
+
+
+def step(plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch, dtype: torch.dtype) -> Attended:
+    """One decode step: scores, selection, attention, all in `dtype`."""
+    chosen, scores = select(plan, q, store, batch, dtype)
+    pages, lengths = page_lists(chosen, num_pages_of(batch, plan.spec), plan.spec, plan.max_selected)
+    o, lse = attend(q, store, batch, pages, plan.spec, dtype)
+    return Attended(o, lse, pages, lengths, scores)
+
+
+def select(
+    plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The selection op's choice, bool ``[R, lanes, W]``, and its scores ``[R, lanes, W]``."""
+    spec, heads = plan.spec, plan.spec.num_kv_heads
+    pages_of_row = num_pages_of(batch, spec)
+    width = int(pages_of_row.max()) if pages_of_row.numel() else 0
+    logical = torch.arange(width, device=batch.device)
+    owned = logical < pages_of_row[:, None]  # [bs, W]
+    scored = (logical >= spec.bos) & (logical < pages_of_row[:, None] - spec.eos)
+    scored = scored.repeat_interleave(heads, 0)
+    table = torch.where(owned, batch.page_table[:, :width], 0).to(torch.int64)
+
+    def leaf(node: Node) -> torch.Tensor:
+        if node.format is FORMAT.BATCHED:
+            return q.reshape(batch.size * heads, 1, spec.group_size, spec.head_dim).to(dtype)
+        entries = _page_tokens(node.name, store, table.flatten(), dtype)  # [bs*W, H, r, c]
+        return entries.view(batch.size, width, heads, *node.shape).transpose(1, 2).flatten(0, 1)
+
+    selection = plan.program.traced.indexer.selection
+    if selection is None or not isinstance(selection.op, SelectOp):
+        raise BackendError("the graph has no selection")
+    scores = None
+    if selection.inputs:
+        values = evaluate(selection.inputs, leaf, scored)
+        rows = values[id(selection.inputs[0])].expand(-1, width, -1, -1)
+        scores = rows.squeeze(-1).transpose(1, 2)  # [R, lanes, W]
+    budgets = torch.tensor(
+        [selection.op.budget(spec, n) for n in pages_of_row.tolist()], dtype=torch.int64, device=batch.device
+    ).repeat_interleave(heads)
+    chosen = selection.op.meaning(scores, scored, budgets)  # type: ignore[arg-type]
+    whole = (batch.seq_lens <= spec.dense_below).repeat_interleave(heads)
+    return chosen | whole[:, None, None], scores
+
+
+def page_lists(
+    chosen: torch.Tensor, pages_of_row: torch.Tensor, spec: Spec, max_selected: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ascending page lists from a choice ``[R, lanes, W]``, reserved pages added once.
+
+    Returns:
+        pages int32 ``[bs, H_kv * lanes, max_selected]`` padded with -1, and lengths int32 ``[bs, H_kv * lanes]``.
+    """
+    rows, lanes, width = chosen.shape
+    logical = torch.arange(width, device=chosen.device)
+    total = pages_of_row.repeat_interleave(spec.num_kv_heads)[:, None, None]
+    listed = (chosen | (logical < spec.bos) | (logical >= total - spec.eos)) & (logical < total)
+    lengths = listed.sum(-1)
+    order = torch.where(listed, logical, width).sort(-1).values[..., :max_selected]
+    pages = torch.full((rows, lanes, max_selected), -1, dtype=torch.int32, device=chosen.device)
+    pages[..., : order.shape[-1]] = torch.where(order < width, order, -1).to(torch.int32)
+    batch = len(pages_of_row)
+    return pages.view(batch, -1, max_selected), lengths.to(torch.int32).view(batch, -1)
+
+
+def attend(
+    q: torch.Tensor, store: KVStore, batch: Batch, pages: torch.Tensor, spec: Spec, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of q ``[bs, H_q, D]`` over logical page lists ``[bs, H_kv or H_q, M]``.
+
+    Returns:
+        o ``[bs, H_q, Dv]`` and lse ``[bs, H_q]`` (natural log) in `dtype`; an empty row gives 0 and -inf.
+    """
+    size, lists = pages.shape[0], pages.shape[1]
+    longest = int((pages >= 0).sum(-1).max()) if pages.numel() else 0
+    pages = pages[..., :longest].to(torch.int64)
+    slot = torch.arange(spec.page_size, device=q.device)
+    position = (pages[..., None] * spec.page_size + slot).flatten(2)  # [bs, lists, T]
+    valid = (pages >= 0)[..., None].expand(*pages.shape, spec.page_size).flatten(2)
+    valid = valid & (position < batch.seq_lens[:, None, None])
+    physical = batch.page_table.to(torch.int64)[:, None, :].expand(-1, lists, -1).gather(2, pages.clamp(min=0))
+    token = (physical[..., None] * spec.page_size + slot).flatten(2)
+    token = torch.where(valid, token, 0)
+    head = (torch.arange(lists, device=q.device) * spec.num_kv_heads // lists)[None, :, None]
+    k = torch.where(valid[..., None], store.k[token, head].to(dtype) * spec.k_scale, 0.0)
+    v = torch.where(valid[..., None], store.v[token, head].to(dtype) * spec.v_scale, 0.0)
+    scores = q.to(dtype).view(size, lists, -1, spec.head_dim) @ k.transpose(-1, -2) * spec.softmax_scale
+    if spec.alibi_slopes is not None:
+        slopes = torch.tensor(spec.alibi_slopes, dtype=dtype, device=q.device).view(1, lists, -1, 1)
+        scores = scores + slopes * (position - (batch.seq_lens[:, None, None] - 1)).to(dtype)[:, :, None, :]
+    scores = scores.masked_fill(~valid[:, :, None, :], float("-inf"))
+    lse = torch.logsumexp(scores, -1) if longest else scores.new_full(scores.shape[:-1], float("-inf"))
+    weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
+    return (weights @ v).view(size, spec.num_heads, spec.dv), lse.view(size, spec.num_heads)
+
+
+def _page_tokens(name: str, store: KVStore, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Entries of a field, or K or V de-scaled, of some physical pages: ``[n, H_kv, r, c]`` in `dtype`."""
+    spec = store.plan.spec
+    if name in store.fields:
+        return store.fields[name][pages].to(dtype)
+    values, scale = (store.k, spec.k_scale) if name == "k" else (store.v, spec.v_scale)
+    slots = pages[:, None] * spec.page_size + torch.arange(spec.page_size, device=pages.device)
+    return values[slots].transpose(1, 2).to(dtype) * scale

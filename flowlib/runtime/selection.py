@@ -1,0 +1,34 @@
+"""A selection op called alone on real scores."""
+
+from __future__ import annotations
+
+import torch
+
+from flowlib.compiler.load import load_function
+from flowlib.core.formats import Mode
+from flowlib.core.op import SelectOp
+from flowlib.core.spec import Spec
+from flowlib.runtime import reference
+from flowlib.runtime.batch import Batch
+
+
+def select_alone(
+    op: SelectOp, scores: torch.Tensor | None, scored: torch.Tensor, batch: Batch, spec: Spec, mode: Mode
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Page lists int32 ``[rows, H_kv * lanes, M]`` and lengths of scores ``[R, lanes, W]`` and scored pages ``[R, W]``."""
+    counts = reference.num_pages_of(batch, spec)
+    widest = min(batch.width, max(op.budget(spec, batch.width) + spec.bos + spec.eos, 1))
+    if mode is Mode.REFERENCE:
+        budgets = torch.tensor([op.budget(spec, n) for n in counts.tolist()], device=batch.device)
+        chosen = op.meaning(scores, scored, budgets.repeat_interleave(spec.num_kv_heads))  # type: ignore[arg-type]
+        return reference.page_lists(chosen, counts, spec, widest)
+    lanes = 1 if scores is None else scores.shape[1]
+    pages = torch.empty(batch.size, spec.num_kv_heads * lanes, widest, dtype=torch.int32, device=batch.device)
+    lengths = torch.empty(pages.shape[:2], dtype=torch.int32, device=batch.device)
+    load_function("flowlib.kernels.select:launch_select")(
+        None if scores is None else scores.to(torch.float32), batch.seq_lens, pages, lengths, lanes=lanes,
+        num_kv_heads=spec.num_kv_heads, page_size=spec.page_size, bos=spec.bos, eos=spec.eos,
+        top_k=spec.top_k if op.scored else 0, ratio_q16=spec.ratio_q16 if op.scored else 0, dense_below=0,
+        scored=op.scored, width=batch.width,
+    )  # fmt: skip
+    return pages, lengths
