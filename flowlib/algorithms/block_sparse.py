@@ -35,9 +35,7 @@ class BlockSparseAttention(_Centroid):
         super().__init__()
         self.gemv = GeMV()
 
-    def forward_indexer(
-        self, q: vTensor, o: SelectionHandle, cache: Mapping[str, vTensor], ctx: ContextBase
-    ) -> None:
+    def forward_indexer(self, q: vTensor, o: SelectionHandle, cache: Mapping[str, vTensor], ctx: ContextBase) -> None:
         self.topk(self.gemv(q.mean(dim=1, keepdim=True), cache["centroid"], ctx=ctx), o, ctx=ctx)
 
 
@@ -53,8 +51,6 @@ class GQABlockSparseAttention(_Centroid):
         super().__init__()
         self.gemm, self.softmax, self.max = GeMM(), Softmax(dim=0, scale=scale), Max(dim=2)
 
-    def forward_indexer(
-        self, q: vTensor, o: SelectionHandle, cache: Mapping[str, vTensor], ctx: ContextBase
-    ) -> None:
+    def forward_indexer(self, q: vTensor, o: SelectionHandle, cache: Mapping[str, vTensor], ctx: ContextBase) -> None:
         logits = self.gemm(q, cache["centroid"], ctx=ctx)
         self.topk(self.max(self.softmax(logits, ctx=ctx), ctx=ctx), o, ctx=ctx)

@@ -40,9 +40,7 @@ class _Envelope(vFlow):
 class QuestSparseAttention(_Envelope):
     """Quest with the mean query of the group."""
 
-    def forward_indexer(
-        self, q: vTensor, o: SelectionHandle, cache: Mapping[str, vTensor], ctx: ContextBase
-    ) -> None:
+    def forward_indexer(self, q: vTensor, o: SelectionHandle, cache: Mapping[str, vTensor], ctx: ContextBase) -> None:
         self.topk(self.bound(q.mean(dim=1, keepdim=True), cache, ctx), o, ctx=ctx)
 
 
@@ -54,7 +52,5 @@ class GQAQuestSparseAttention(_Envelope):
         super().__init__()
         self.max = Max(dim=1)
 
-    def forward_indexer(
-        self, q: vTensor, o: SelectionHandle, cache: Mapping[str, vTensor], ctx: ContextBase
-    ) -> None:
+    def forward_indexer(self, q: vTensor, o: SelectionHandle, cache: Mapping[str, vTensor], ctx: ContextBase) -> None:
         self.topk(self.max(self.bound(q, cache, ctx), ctx=ctx), o, ctx=ctx)

@@ -19,7 +19,5 @@ class StreamingAttention(vFlow):
     def __init__(self) -> None:
         self.reserved = Reserved()
 
-    def forward_indexer(
-        self, q: vTensor, o: SelectionHandle, cache: Mapping[str, vTensor], ctx: ContextBase
-    ) -> None:
+    def forward_indexer(self, q: vTensor, o: SelectionHandle, cache: Mapping[str, vTensor], ctx: ContextBase) -> None:
         self.reserved(o, ctx=ctx)

@@ -132,5 +132,7 @@ def load_leaf(w: KernelWriter, node: Node) -> Block:
 def store_output(w: KernelWriter, output: Output, block: Block) -> None:
     """Stores a value into a field, a buffer, entries, or rows."""
     shape = output.node.shape
-    address = {"field": w.field, "buffer": w.buffer, "entries": w.entries, "rows": w.rows}[output.kind](output.name, shape)
+    address = {"field": w.field, "buffer": w.buffer, "entries": w.entries, "rows": w.rows}[output.kind](
+        output.name, shape
+    )
     w.store(output.name, address, block, shape, paged=output.kind != "rows")

@@ -19,7 +19,14 @@ def _unique(graph: Graph) -> Graph:
     new: dict[int, Node] = {}
     for node in topological(graph.outputs):
         inputs = tuple(new[id(x)] for x in node.inputs)
-        key = (type(node.op), repr(sorted(node.op.parameters().items())), node.name, node.shape, node.format, *map(id, inputs))
+        key = (
+            type(node.op),
+            repr(sorted(node.op.parameters().items())),
+            node.name,
+            node.shape,
+            node.format,
+            *map(id, inputs),
+        )
         new[id(node)] = by_key.setdefault(key, replace(node, inputs=inputs))
     stores = {name: new[id(node)] for name, node in graph.stores.items()}
     return Graph(graph.side, stores, None if graph.selection is None else new[id(graph.selection)])

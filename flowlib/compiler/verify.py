@@ -23,7 +23,9 @@ def verify(traced: Traced) -> None:
                 f"add Fill to forward_cache: self.fill(cache[{name!r}], loc=loc, ctx=ctx)"
             )
         if name not in written:
-            raise FlowDefinitionError(f"{flow}: field {name!r} is never written: forward_cache must compute it from 'k' and 'v'")
+            raise FlowDefinitionError(
+                f"{flow}: field {name!r} is never written: forward_cache must compute it from 'k' and 'v'"
+            )
         if name not in read and name not in saved:
             raise FlowDefinitionError(
                 f"{flow}: field {name!r} is never read by forward_indexer: read it, or remove it from create_cache"

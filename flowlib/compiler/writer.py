@@ -139,7 +139,11 @@ class KernelWriter:
         self.parameter(f"p_{name}")
         self.parameter(f"s_{name}_r", varying=True)
         size = shape[0] * shape[1]
-        return f"p_{name}", [f"i_r * s_{name}_r", self._paged(f"o_p * {size}" if size > 1 else "o_p"), *self._inner(*shape)]
+        return f"p_{name}", [
+            f"i_r * s_{name}_r",
+            self._paged(f"o_p * {size}" if size > 1 else "o_p"),
+            *self._inner(*shape),
+        ]
 
     def _find_pages(self) -> None:
         if self.has_page_axis and "i_page" not in self._names:

@@ -45,10 +45,10 @@ class ContextBase:
         """Raises if `tensor` can't be a vTensor of `format` here."""
         raise NotImplementedError
 
-    def run_cache(self, flow: object, cache: Mapping[str, Any], loc: Any) -> None:  # noqa: ANN401
+    def run_cache(self, flow: object, cache: Mapping[str, Any], loc: Any) -> None:
         """Runs the plan's forward_cache (reference and execute contexts)."""
         raise NotImplementedError
 
-    def run_indexer(self, flow: object, q: Any, o: SelectionHandle, cache: Mapping[str, Any]) -> None:  # noqa: ANN401
+    def run_indexer(self, flow: object, q: Any, o: SelectionHandle, cache: Mapping[str, Any]) -> None:
         """Runs the plan's forward_indexer (reference and execute contexts)."""
         raise NotImplementedError

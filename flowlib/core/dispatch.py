@@ -52,7 +52,9 @@ def _context_of(op: Op, args: Sequence[object], out: object, ctx: object) -> Con
 
     carried = [a.ctx for a in (*args, out) if isinstance(a, (vTensor, SelectionHandle))]
     if ctx is not None and not isinstance(ctx, ContextBase):
-        raise FormatError(f"{type(op).__name__}: ctx is {type(ctx).__name__}, expected the context the method was given")
+        raise FormatError(
+            f"{type(op).__name__}: ctx is {type(ctx).__name__}, expected the context the method was given"
+        )
     contexts = carried if ctx is None else [ctx, *carried]
     if not contexts:
         raise FormatError(f"{type(op).__name__}: no context: pass ctx=ctx, or an argument that is a vTensor")

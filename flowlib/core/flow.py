@@ -41,9 +41,7 @@ class vFlow:
     def forward_cache(self, cache: Mapping[str, vTensor], loc: torch.Tensor, ctx: ContextBase) -> None:
         """Fills the fields of the pages finished by the tokens at `loc`."""
 
-    def forward_indexer(
-        self, q: vTensor, o: SelectionHandle, cache: Mapping[str, vTensor], ctx: ContextBase
-    ) -> None:
+    def forward_indexer(self, q: vTensor, o: SelectionHandle, cache: Mapping[str, vTensor], ctx: ContextBase) -> None:
         """Scores pages and ends in one op that writes `o`; q is BATCHED ``[B, G, head_dim]``."""
         raise FlowDefinitionError(f"{type(self).__name__} defines no forward_indexer")
 
@@ -95,4 +93,6 @@ def _runs_plan_indexer(body: Callable[..., None]) -> Callable[..., None]:
 
 def _check_context(flow: vFlow, ctx: object, side: Side) -> None:
     if not isinstance(ctx, ContextBase):
-        raise FormatError(f"{type(flow).__name__}.{side.value}: ctx is {type(ctx).__name__}, expected a flowlib context")
+        raise FormatError(
+            f"{type(flow).__name__}.{side.value}: ctx is {type(ctx).__name__}, expected a flowlib context"
+        )

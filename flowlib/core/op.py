@@ -79,9 +79,7 @@ class Op:
     across_pages: ClassVar[bool] = False
     """Whether it works along axis 0, the scored pages of a row."""
 
-    def __call__(
-        self, *args: object, out: vTensor | None = None, loc: object = None, ctx: object = None
-    ) -> Any:  # noqa: ANN401  (a vTensor; None from ops that write `o`)
+    def __call__(self, *args: object, out: vTensor | None = None, loc: object = None, ctx: object = None) -> Any:
         """Calls the op: ``op(x[, y], ctx=ctx)``, on the cache side ``op(x[, y], out, loc=loc, ctx=ctx)``."""
         return dispatch(self, args, out=out, loc=loc, ctx=ctx)
 
@@ -127,7 +125,7 @@ class SegmentOp(Op):
     kernel: ClassVar[str] = ""
     """Import string ``module:function`` of the launch function."""
 
-    def meaning(self, x: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
+    def meaning(self, *xs: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
         """The op on ``[R, W, r, c]`` with the mask ``[R, W]`` of scored pages."""
         raise NotImplementedError(f"{type(self).__name__}.meaning")
 
@@ -149,7 +147,7 @@ class SelectOp(Op):
         return spec.budget(num_pages) if self.scored else 0
 
     def meaning(self, x: torch.Tensor, scored: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
-        """Chosen pages, bool ``[R, lanes, W]``, of scores ``[R, lanes, W]``, scored pages bool ``[R, W]`` and ``[R]``."""
+        """Chosen pages bool ``[R, lanes, W]`` of scores ``[R, lanes, W]``, scored pages ``[R, W]``, budgets ``[R]``."""
         raise NotImplementedError(f"{type(self).__name__}.meaning")
 
 

@@ -33,7 +33,8 @@ def register(name: str, *aliases: str) -> Callable[[FlowType], FlowType]:
             owner = _FLOWS.get(_ALIASES.get(label, label))
             if owner is not None and _identity(owner) != _identity(flow_type):
                 raise OptionError(
-                    f"register({name!r}): {label!r} is taken by {owner.__module__}.{owner.__qualname__}; choose another name"
+                    f"register({name!r}): {label!r} is taken by {owner.__module__}.{owner.__qualname__}; "
+                    "choose another name"
                 )
         _FLOWS[name] = flow_type
         _ALIASES.update(dict.fromkeys(aliases, name))
@@ -75,7 +76,9 @@ def construct(name: str, options: dict[str, object]) -> vFlow:
     for option in options:
         if option not in accepted:
             known = ", ".join(accepted) or "none"
-            raise OptionError(f"flow {name!r} has no option {option!r} (its options: {known}).{did_you_mean(option, accepted)}")
+            raise OptionError(
+                f"flow {name!r} has no option {option!r} (its options: {known}).{did_you_mean(option, accepted)}"
+            )
     try:
         return flow_type(**options)
     except FlowlibError:

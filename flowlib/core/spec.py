@@ -82,7 +82,8 @@ class Spec:
             object.__setattr__(self, "alibi_slopes", tuple(float(s) for s in self.alibi_slopes))
             if len(self.alibi_slopes) != self.num_heads:
                 raise OptionError(
-                    f"Spec: alibi_slopes has {len(self.alibi_slopes)} values, expected {self.num_heads}, one per query head"
+                    f"Spec: alibi_slopes has {len(self.alibi_slopes)} values, expected {self.num_heads}, "
+                    "one per query head"
                 )
 
     @property

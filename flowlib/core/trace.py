@@ -67,7 +67,9 @@ class ProfileContext(ContextBase):
             )
         if len(self.selections) > 1:
             lines = "; ".join(str(n.where) for n in self.selections)
-            raise FlowDefinitionError(f"forward_indexer: 'o' is written {len(self.selections)} times, expected once ({lines})")
+            raise FlowDefinitionError(
+                f"forward_indexer: 'o' is written {len(self.selections)} times, expected once ({lines})"
+            )
         return Graph(self.side, self.stores, self.selections[0])
 
     def _node_of(self, op: Op, x: vTensor) -> Node:
@@ -156,7 +158,9 @@ def declared_fields(flow: vFlow, spec: Spec) -> dict[str, Field]:
     """What ``create_cache`` declares. Raises FlowDefinitionError, FormatError."""
     declared = flow.create_cache(spec.page_size, spec.head_dim)
     if not isinstance(declared, Mapping):
-        raise FlowDefinitionError(f"create_cache returned {type(declared).__name__}, expected a dict name -> (r, c[, dtype])")
+        raise FlowDefinitionError(
+            f"create_cache returned {type(declared).__name__}, expected a dict name -> (r, c[, dtype])"
+        )
     fields = {}
     for name, shape in declared.items():
         if name in GIVEN:

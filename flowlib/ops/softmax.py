@@ -41,9 +41,9 @@ class Softmax(SegmentOp):
     def infer(self, x: Inner) -> Inner:
         return x
 
-    def meaning(self, x: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
+    def meaning(self, x: torch.Tensor, *, scored: torch.Tensor) -> torch.Tensor:
         outside = ~scored[:, :, None, None]
-        logits = (self.scale * x).masked_fill(outside, float("-inf"))
+        logits = ((1.0 if self.scale is None else self.scale) * x).masked_fill(outside, float("-inf"))
         top = logits.amax(1, keepdim=True)
         weights = (logits - top.masked_fill(top == float("-inf"), 0.0)).exp()
         total = weights.sum(1, keepdim=True)

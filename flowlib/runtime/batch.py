@@ -31,10 +31,13 @@ class Batch:
         _check_int32("seq_lens", seq_lens, 1)
         if page_table.shape[0] != seq_lens.shape[0]:
             raise BatchError(
-                f"Batch: seq_lens has {seq_lens.shape[0]} values, expected {page_table.shape[0]}, one per row of page_table"
+                f"Batch: seq_lens has {seq_lens.shape[0]} values, expected {page_table.shape[0]}, "
+                "one per row of page_table"
             )
         if page_table.device != seq_lens.device:
-            raise BatchError(f"Batch: page_table is on {page_table.device}, seq_lens on {seq_lens.device}; expected one device")
+            raise BatchError(
+                f"Batch: page_table is on {page_table.device}, seq_lens on {seq_lens.device}; expected one device"
+            )
         if not seq_lens.is_cuda and bool((seq_lens < 0).any()):
             raise BatchError(f"Batch: seq_lens has {int(seq_lens.min())}, expected lengths of at least 0")
         self.multi_token = q_lens is not None

@@ -14,7 +14,7 @@ from flowlib.core.context import ContextBase
 from flowlib.core.errors import BatchError, FormatError, ShapeError
 from flowlib.core.formats import FORMAT, Mode, Side
 from flowlib.core.graph import Node
-from flowlib.core.op import LEAF, Op, SegmentOp, SelectOp, TileOp
+from flowlib.core.op import LEAF, Op, SegmentOp, SelectOp
 from flowlib.core.vtensor import SelectionHandle, vTensor
 from flowlib.runtime import reference
 from flowlib.runtime.batch import Batch
@@ -77,13 +77,13 @@ class RunContext(ContextBase):
         if tensor.shape[0] != wanted:
             raise ShapeError(f"as_vtensor: axis 0 is {tensor.shape[0]}, expected {wanted} ({what}) for {format.name}")
 
-    def run_cache(self, flow: object, cache: Mapping[str, Any], loc: Any) -> None:  # noqa: ANN401
+    def run_cache(self, flow: object, cache: Mapping[str, Any], loc: Any) -> None:
         self._check_flow(flow)
         self.plan.update(self.store, loc, impl=self.impl)
 
-    def run_indexer(self, flow: object, q: Any, o: SelectionHandle, cache: Mapping[str, Any]) -> None:  # noqa: ANN401
+    def run_indexer(self, flow: object, q: Any, o: SelectionHandle, cache: Mapping[str, Any]) -> None:
         self._check_flow(flow)
-        queries = q.data if isinstance(q, vTensor) else q
+        queries = _data(q) if isinstance(q, vTensor) else q
         queries = queries.reshape(self.batch.size, self.spec.num_heads, self.spec.head_dim)
         done = self.plan.step(queries, self.store, self.batch, impl=self.impl)
         o.pages, o.lengths = done.pages, done.lengths
@@ -115,9 +115,7 @@ class RunContext(ContextBase):
     # -- one tile op over the pages of rows
 
     def _one_op(self, op: Op, inputs: tuple[vTensor, ...], result: tuple[FORMAT, tuple[int, int]]) -> Node:
-        leaves = tuple(
-            Node(LEAF, (), x.format, x.shape, dtype=x.dtype, name=f"x{i}") for i, x in enumerate(inputs)
-        )
+        leaves = tuple(Node(LEAF, (), x.format, x.shape, dtype=x.dtype, name=f"x{i}") for i, x in enumerate(inputs))
         return Node(op, leaves, *result)
 
     def _tile_reference(self, node: Node, inputs: tuple[vTensor, ...]) -> torch.Tensor:
@@ -203,7 +201,7 @@ class RunContext(ContextBase):
     def _segment(self, op: SegmentOp, x: vTensor) -> torch.Tensor:
         rows = self._rows_of(x)
         if self.mode is Mode.REFERENCE:
-            return op.meaning(rows.to(self.dtype), self._scored()).flatten(0, 1)
+            return op.meaning(rows.to(self.dtype), scored=self._scored()).flatten(0, 1)
         planes = rows.to(torch.float32).flatten(2).transpose(1, 2).contiguous()  # [R, r * c, W]
         load_function(op.kernel)(
             planes, planes, self.batch.seq_lens, num_kv_heads=self.spec.num_kv_heads, page_size=self.spec.page_size,

@@ -18,29 +18,31 @@ def describe(plan: Plan) -> str:
     """What ``print(plan)`` shows."""
     spec, flow = plan.spec, type(plan.flow).__name__
     lines = [
-        f"{flow}: page_size {spec.page_size}, head_dim {spec.head_dim}, {spec.num_heads} query / {spec.num_kv_heads} kv heads, "
-        f"{str(spec.kv_dtype).removeprefix('torch.')}",
+        f"{flow}: page_size {spec.page_size}, head_dim {spec.head_dim}, "
+        f"{spec.num_heads} query / {spec.num_kv_heads} kv heads, {str(spec.kv_dtype).removeprefix('torch.')}",
         f"budget: {spec.top_k} pages or {spec.top_k_ratio:g} of a row, plus {spec.bos} first and {spec.eos} last; "
         f"at most {plan.max_selected} of {spec.max_pages} pages attended",
         "",
         f"fields ({plan.field_bytes_per_page} bytes per page and layer, "
         f"{plan.field_bytes_per_page / _kv_bytes_per_page(plan):.1%} of K and V)",
     ]
-    lines += [f"  {f.name:<20} {f.kind:<8} {list(f.shape)!s:<12} {str(f.dtype).removeprefix('torch.')}" for f in plan.fields.values()]
+    lines += [
+        f"  {f.name:<20} {f.kind:<8} {list(f.shape)!s:<12} {str(f.dtype).removeprefix('torch.')}"
+        for f in plan.fields.values()
+    ]
     lines += ["", "stages, bytes per page and kv head", f"  {'stage':<20} {'reads':>8} {'writes':>8}  kernel"]
     lines += [f"  {name:<20} {reads:>8} {writes:>8}  {kernel}" for name, reads, writes, kernel in stage_rows(plan)]
     rows = spec.max_batch * spec.num_kv_heads
     total = sum(b.nbytes(rows, spec.max_pages) for b in plan.program.buffers.values())
     lines += ["", f"buffers ({total} bytes for {spec.max_batch} requests of {spec.max_pages} pages)"]
-    lines += [
-        f"  {b.name:<20} fp32 [{rows}, {b.shape[0]}, {b.shape[1]}, {spec.max_pages}] {b.nbytes(rows, spec.max_pages)} bytes"
-        for b in plan.program.buffers.values()
-    ]
+    for b in plan.program.buffers.values():
+        size = b.nbytes(rows, spec.max_pages)
+        lines.append(f"  {b.name:<20} fp32 [{rows}, {b.shape[0]}, {b.shape[1]}, {spec.max_pages}] {size} bytes")
     return "\n".join([*lines, "", f"generated module: {source_path(plan.program.source).name}"])
 
 
 def stage_rows(plan: Plan) -> list[tuple[str, int, int, str]]:
-    """Stage, bytes read and written per page and kv head, kernel; for update per written page, for attend per attended."""
+    """Stage, bytes read and written per page and kv head, kernel; update counts written pages, attend attended ones."""
     spec = plan.spec
     rows: list[tuple[str, int, int, str]] = []
     for stage in plan.program.stages:
@@ -59,7 +61,9 @@ def stage_rows(plan: Plan) -> list[tuple[str, int, int, str]]:
 
 def _reads(plan: Plan, stage: TileStage) -> int:
     known = given_fields(plan.spec) | plan.fields
-    leaves = {n.name: n for n in topological(o.node for o in stage.outputs) if n.name and n.format is not FORMAT.BATCHED}
+    leaves = {
+        n.name: n for n in topological(o.node for o in stage.outputs) if n.name and n.format is not FORMAT.BATCHED
+    }
     return sum(
         known[name].nbytes if node.format is FORMAT.PAGED else plan.program.buffers[name].nbytes(1, 1)
         for name, node in leaves.items()
@@ -68,7 +72,8 @@ def _reads(plan: Plan, stage: TileStage) -> int:
 
 def _writes(plan: Plan, stage: TileStage) -> int:
     return sum(
-        plan.fields[o.name].nbytes if o.kind == "field" else plan.program.buffers[o.name].nbytes(1, 1) for o in stage.outputs
+        plan.fields[o.name].nbytes if o.kind == "field" else plan.program.buffers[o.name].nbytes(1, 1)
+        for o in stage.outputs
     )
 
 

@@ -117,9 +117,7 @@ class Executor:
         )  # fmt: skip
 
 
-def attend_everything(
-    plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_everything(plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over the whole row, o ``[rows, H_q, Dv]`` and lse ``[rows, H_q]``, into fresh tensors."""
     from flowlib.runtime.plan import Plan
 

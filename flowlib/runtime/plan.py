@@ -130,7 +130,7 @@ class Plan:
 
             install()
         elif impl == "triton" and device.type != "cuda":
-            raise BackendError(f"impl='triton' on {device.type} tensors: expected cuda tensors, or CPU tensors interpreted")
+            raise BackendError(f"impl='triton' on {device.type} tensors: expected cuda, or CPU tensors interpreted")
 
     def update(self, store: KVStore, loc: torch.Tensor, impl: str = "reference") -> None:
         """Runs ``forward_cache`` for the pages whose last slot is in `loc` (int64 ``[T]``); K and V are stored already."""
@@ -165,7 +165,9 @@ class Plan:
             return out
         done = reference.step(self, q, store, batch, dtype or torch.float32)
         o = done.o if dtype is not None else done.o.to(q.dtype)
-        return StepOutput(self.spec, o, done.lse, done.pages, done.lengths, _widened(done.scores, batch), batch.seq_lens)
+        return StepOutput(
+            self.spec, o, done.lse, done.pages, done.lengths, _widened(done.scores, batch), batch.seq_lens
+        )
 
     def allocate(self, rows: int, width: int, device: str | torch.device) -> StepOutput:
         """Outputs and workspace of :meth:`launch` for `rows` rows and a page table of `width` columns."""
@@ -197,7 +199,7 @@ class Plan:
         )
 
     def launch(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
-        """The step as Triton kernels into `out`: no allocation, no wait, capturable in a CUDA graph; nothing is checked."""
+        """The step as Triton kernels into `out`, unchecked: no allocation, no wait, capturable in a CUDA graph."""
         out.seq_lens = batch.seq_lens
         if batch.size:
             self._executor.choose(q, store, batch, out)
@@ -213,7 +215,8 @@ class Plan:
             raise FormatError(f"step: 'q' is {q.dtype}, expected {spec.field_dtype} to match the spec's kv_dtype")
         if store.plan.storage != self.storage:
             raise BatchError(
-                f"step: the pool holds {store.plan.storage}, this plan needs {self.storage}; make it with PagedPool(plan, ...)"
+                f"step: the pool holds {store.plan.storage}, this plan needs {self.storage}; "
+                "make it with PagedPool(plan, ...)"
             )
         if batch.multi_token and self.state_fields:
             raise BatchError(
@@ -232,7 +235,8 @@ class Plan:
             row = int(counts.argmax())
             what = "columns of the page table" if limit == batch.width else "max_pages of the spec"
             raise BatchError(
-                f"step: row {row} has {int(batch.seq_lens[row])} tokens = {int(counts[row])} pages, more than the {limit} {what}"
+                f"step: row {row} has {int(batch.seq_lens[row])} tokens = {int(counts[row])} pages, "
+                f"more than the {limit} {what}"
             )
         owned = torch.arange(batch.width) < counts[:, None]
         ids = batch.page_table[owned]

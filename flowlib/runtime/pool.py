@@ -103,16 +103,16 @@ class PagedPool(KVStore):
     def clone(self) -> PagedPool:
         """A copy with storage of its own."""
         twin = object.__new__(PagedPool)
-        KVStore.__init__(twin, self.plan, self.k.clone(), self.v.clone(), {n: f.clone() for n, f in self.fields.items()})
+        KVStore.__init__(
+            twin, self.plan, self.k.clone(), self.v.clone(), {n: f.clone() for n, f in self.fields.items()}
+        )
         return twin
 
 
 def allocate_fields(plan: Plan, num_pages: int, device: str | torch.device) -> dict[str, torch.Tensor]:
     """Zeroed storage of the plan's fields for one layer: name to ``[num_pages, H_kv, r, c]``."""
     heads = plan.spec.num_kv_heads
-    return {
-        f.name: torch.zeros(num_pages, heads, *f.shape, dtype=f.dtype, device=device) for f in plan.fields.values()
-    }
+    return {f.name: torch.zeros(num_pages, heads, *f.shape, dtype=f.dtype, device=device) for f in plan.fields.values()}
 
 
 def _stored(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:

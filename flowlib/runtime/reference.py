@@ -49,14 +49,14 @@ def evaluate(
         elif isinstance(node.op, TileOp):
             values[id(node)] = node.op.meaning(*inputs)
         elif isinstance(node.op, SegmentOp) and scored is not None:
-            values[id(node)] = node.op.meaning(*inputs, scored)
+            values[id(node)] = node.op.meaning(*inputs, scored=scored)
         elif not isinstance(node.op, SelectOp):
             raise BackendError(f"{node} has no meaning here")
     return values
 
 
 def update_fields(graph: Graph, store: KVStore, loc: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
-    """Runs ``forward_cache`` for the pages whose last slot is in `loc`; all values are computed before any is stored."""
+    """Runs ``forward_cache`` for the pages whose last slot is in `loc`; stores nothing before all is computed."""
     spec = store.plan.spec
     last = loc[(loc % spec.page_size == spec.page_size - 1) & (loc >= 0)]
     pages = torch.div(last, spec.page_size, rounding_mode="floor")

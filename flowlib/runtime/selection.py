@@ -15,7 +15,7 @@ from flowlib.runtime.batch import Batch
 def select_alone(
     op: SelectOp, scores: torch.Tensor | None, scored: torch.Tensor, batch: Batch, spec: Spec, mode: Mode
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Page lists int32 ``[rows, H_kv * lanes, M]`` and lengths of scores ``[R, lanes, W]`` and scored pages ``[R, W]``."""
+    """Page lists int32 ``[rows, H_kv * lanes, M]`` and their lengths, of scores ``[R, lanes, W]``."""
     counts = reference.num_pages_of(batch, spec)
     widest = min(batch.width, max(op.budget(spec, batch.width) + spec.bos + spec.eos, 1))
     if mode is Mode.REFERENCE:
