@@ -1,7 +1,7 @@
-"""Split-KV softmax attention over logical page lists: one program a (list, head tile, split), then a merge of the splits.
+"""Split-KV softmax attention over logical page lists: one program a (list, head tile, split), then a merge of splits.
 
-The tokens of a list are one run of ``length * page_size`` positions, cut into tiles of BT tokens whatever the page size.
-A head dimension is cut into two powers of two (576 = 512 + 64); heads go in tiles of 16.
+The tokens of a list are one run of ``length * page_size`` positions, cut into tiles of BT tokens whatever the page
+size. A head dimension is cut into two powers of two (576 = 512 + 64); heads go in tiles of 16.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 _HEAD_TILE = 16
-_TOKEN_TILE = 64
+_TOKEN_TILE = {2: 64, 1: 64, 4: 32}  # by bytes a value
 _SHARED_BYTES = 128 * 1024
 _MAX_STAGES = 4
 _MERGE_BLOCK = 128
@@ -129,8 +129,9 @@ def merge_kernel(
     top = tl.max(b_lse, 0)
     b_w = tl.exp(b_lse - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(b_w, 0)
+    p_partial_o += (i_row * NS + o_s[:, None]) * DV + o_d[None, :]
     # [BS, BD]
-    b_o = tl.load(p_partial_o + (i_row * NS + o_s[:, None]) * DV + o_d[None, :], mask=m_s[:, None] & m_d[None, :], other=0.0)
+    b_o = tl.load(p_partial_o, mask=m_s[:, None] & m_d[None, :], other=0.0)
     b_o = tl.sum(b_o * b_w[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(p_o + i_b * s_o_b + i_hq * s_o_h + o_d, b_o.to(p_o.dtype.element_ty), mask=m_d)
     if i_d == 0:
@@ -156,12 +157,12 @@ def launch_attend(
     """Attend to the tokens of every row's page list.
 
     Args:
-        q: ``[bs, H_q, D]``; k ``[T, H_kv, D]``, v ``[T, H_kv, Dv]``: the pool's token slots. Last axes contiguous, fp32,
-            bf16, fp16 or (k, v) fp8.
+        q: ``[bs, H_q, D]``; k ``[T, H_kv, D]``, v ``[T, H_kv, Dv]``: the pool's token slots. Last axes contiguous;
+            fp32, bf16, fp16 or (k, v) fp8.
         page_table: int32 ``[bs, W]``, logical to physical pages; seq_lens int32 ``[bs]``, tokens.
         pages: int32 ``[bs, num_kv_heads * lanes, M]`` contiguous, logical pages; lengths int32 of its first two axes.
             ``lanes`` is 1 (one list a kv head) or ``group_size`` (one a query head).
-        o: ``[bs, H_q, Dv]``, written; lse fp32 ``[bs, H_q]``, written, natural logarithm. An empty row gives 0 and -inf.
+        o: ``[bs, H_q, Dv]``, written; lse fp32 ``[bs, H_q]``, written, natural logarithm. An empty row gives 0, -inf.
         partial_o: fp32 ``[bs, H_q, num_splits, Dv]``, partial_lse fp32 ``[bs, H_q, num_splits]``, contiguous; scratch,
             None with one split.
         scale: factor of q . k; k_scale, v_scale: what one unit of stored k and v stands for.
@@ -204,15 +205,17 @@ def _cut(size: int) -> tuple[int, int]:
 
 
 def _dot_types(q: Any, k: Any, v: Any) -> tuple[tl.dtype, tl.dtype]:
-    """Operand types of q . k and p . v: 16 bits where the values are stored so (fp8 goes with q), else fp32."""
-    kept = k.dtype == q.dtype or k.element_size() == 1
-    qk_type = _LOW_PRECISION.get(str(q.dtype), tl.float32) if kept else tl.float32
-    return qk_type, qk_type if v.element_size() == 1 else _LOW_PRECISION.get(str(v.dtype), tl.float32)
+    """Operand types of q . k and p . v: 16 bits where q and the pool are stored so (fp8 goes with q), else fp32."""
+    wide = _LOW_PRECISION.get(str(q.dtype), tl.float32)
+    qk_type = wide if k.dtype == q.dtype or k.element_size() == 1 else tl.float32
+    if wide == tl.float32 or v.element_size() == 1:
+        return qk_type, wide
+    return qk_type, _LOW_PRECISION.get(str(v.dtype), tl.float32)
 
 
 def _tile(lanes: int, itemsize: int) -> tuple[int, int]:
     """(tokens a tile, pipeline stages): as many stages as `lanes` K and V lanes a token leave shared memory for."""
-    block = _TOKEN_TILE
+    block = _TOKEN_TILE[itemsize]
     while block > 16 and 2 * block * lanes * itemsize > _SHARED_BYTES:
         block //= 2
     return block, max(1, min(_MAX_STAGES, _SHARED_BYTES // (block * lanes * itemsize)))

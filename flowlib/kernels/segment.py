@@ -60,7 +60,7 @@ def launch_softmax(
     """``y = softmax(scale * x)`` over the scored pages ``[bos, S - eos)`` of every row.
 
     Args:
-        x, y: fp32 ``[bs * num_kv_heads, n, W]``, any strides, one softmax a (row, plane) over the last axis; y may be x.
+        x, y: fp32 ``[bs * num_kv_heads, n, W]``, any strides; one softmax a (row, plane), over W. y may be x.
         seq_lens: int32 ``[bs]``, tokens; ``S = min(ceil(seq_len / page_size), W)``.
 
     Reserved pages get 0 and pages from S on are left alone. A row whose scored pages are all -inf gives NaN there.

@@ -1,7 +1,7 @@
 """Page selection: the budget's best scored pages and the reserved pages of every list, ascending. One program a list.
 
 The k-th highest score is found by bisection on the bits of an order-preserving integer key, so the result is exact and
-the same on every run. Rows of up to ``_REGISTER_WIDTH`` pages stay in registers; wider rows are read again in each round.
+the same on every run. Rows of up to ``_REGISTER_WIDTH`` pages stay in registers; wider ones are read in each round.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def _threshold_in_loop(p_scores, s_page, first, last, budget, BW: tl.constexpr):
     budget = tl.minimum(count, budget)
     threshold = tl.zeros((), tl.uint32)
     for i_round in tl.static_range(15, -1, -1):
-        low, middle, high = threshold | (1 << 2 * i_round), threshold | (2 << 2 * i_round), threshold | (3 << 2 * i_round)
+        low = threshold | (1 << 2 * i_round)
+        middle = threshold | (2 << 2 * i_round)
+        high = threshold | (3 << 2 * i_round)
         n_low = tl.zeros((), tl.int32)
         n_middle = tl.zeros((), tl.int32)
         n_high = tl.zeros((), tl.int32)
@@ -123,7 +125,8 @@ def _write_best(
 def select_kernel(
     p_scores, p_seq_lens, p_pages, p_lengths, s_row, s_lane, s_page,
     W, M, bos, eos, top_k, ratio_q16, dense_below,
-    H: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, SCORED: tl.constexpr, LOOP: tl.constexpr, BW: tl.constexpr,
+    H: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, SCORED: tl.constexpr, LOOP: tl.constexpr,
+    BW: tl.constexpr,
 ):  # fmt: skip
     i_list = tl.program_id(0).to(tl.int64)
     i_row = i_list // LANES

@@ -4,8 +4,8 @@
         launch_select(scores, ...)          # CPU tensors; compiles what a launch would, runs nothing
     print("\\n".join(report(kernels)))
 
-Inside the block every ``kernel[grid](...)`` goes through the JIT's own specialisation (dtypes, divisibility by 16, ones)
-and is compiled for the target instead of launched. It needs a process in which Triton does not interpret.
+Inside the block every ``kernel[grid](...)`` goes through the JIT's own specialisation (dtypes, divisibility by 16,
+ones) and is compiled for the target instead of launched. It needs a process in which Triton does not interpret.
 """
 
 from __future__ import annotations
@@ -98,23 +98,25 @@ def compile_only(target: str = "sm_90") -> Iterator[list[CompiledKernel]]:
         raise OptionError(f"compile_only: target {target!r} is unknown, expected one of {', '.join(_ARCHITECTURES)}")
     if interpreter.requested() or interpreter.active():
         raise BackendError("compile_only: TRITON_INTERPRET is set; compiling needs a process of its own without it")
-    import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    driver, launch = triton.runtime.driver, JITFunction.run
-    previous, kernels, seen = driver._active, [], set()
+    launch, previous = JITFunction.run, driver._active
+    kernels: list[CompiledKernel] = []
+    seen: set[str] = set()
 
     def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled: Any = launch(self, *args, grid=grid, warmup=True, **kwargs)
         if compiled.hash not in seen:
             seen.add(compiled.hash)
             kernels.append(_measure(compiled, target))
         return compiled
 
-    with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = cache
-        driver.set_active(_TargetDriver(GPUTarget("cuda", _ARCHITECTURES[target], 32)))
+    with tempfile.TemporaryDirectory() as cache, knobs.cache.scope():
+        knobs.cache.dir = cache
+        driver._active = _TargetDriver(GPUTarget("cuda", _ARCHITECTURES[target], 32))  # type: ignore[assignment]
         JITFunction.run = compile_launch
         try:
             yield kernels
@@ -126,10 +128,10 @@ def compile_only(target: str = "sm_90") -> Iterator[list[CompiledKernel]]:
 def report(kernels: list[CompiledKernel]) -> list[str]:
     """A table, one line a kernel under a heading."""
     heading = ("kernel", "target", "registers", "spilled B", "shared B", "warps", "stages", "matrix ops")
-    rows = [heading] + [
-        (k.name, k.target, k.registers, k.spills, k.shared_bytes, k.num_warps, k.num_stages, " ".join(k.matrix_ops) or "-")
-        for k in kernels
-    ]
+    rows: list[tuple[Any, ...]] = [heading]
+    for k in kernels:
+        ops = " ".join(k.matrix_ops) or "-"
+        rows.append((k.name, k.target, k.registers, k.spills, k.shared_bytes, k.num_warps, k.num_stages, ops))
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(heading))]
     return ["  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -137,10 +139,10 @@ def report(kernels: list[CompiledKernel]) -> list[str]:
 def _measure(compiled: Any, target: str) -> CompiledKernel:
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
     with tempfile.TemporaryDirectory() as folder:
-        usage = _resource_usage(compiled.asm["cubin"], Path(folder))
+        registers = _registers(compiled.asm["cubin"], Path(folder))
         stores, loads = _spills(ptx, Path(folder))
     return CompiledKernel(
-        name=metadata.name, target=target, registers=usage, spill_stores=stores, spill_loads=loads,
+        name=metadata.name, target=target, registers=registers, spill_stores=stores, spill_loads=loads,
         shared_bytes=metadata.shared, num_warps=metadata.num_warps, num_stages=metadata.num_stages,
         matrix_ops=tuple(sorted(set(re.findall(r"\b(?:wgmma|mma|tcgen05)\.[a-z_]*mma[a-z_]*|\bmma\.sync", ptx)))),
     )  # fmt: skip
@@ -155,7 +157,7 @@ def _tool(name: str) -> str:
     return str(path)
 
 
-def _resource_usage(cubin: bytes, folder: Path) -> int:
+def _registers(cubin: bytes, folder: Path) -> int:
     """Registers a thread, from the compiled binary."""
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
@@ -168,11 +170,12 @@ def _resource_usage(cubin: bytes, folder: Path) -> int:
 
 def _spills(ptx: str, folder: Path) -> tuple[int, int]:
     """(bytes stored, bytes loaded) by spills, from the assembler; newer PTX needs the newer of Triton's two."""
-    source, architecture = folder / "kernel.ptx", re.search(r"\.target\s+(sm_\w+)", ptx)
+    source = folder / "kernel.ptx"
     source.write_text(ptx)
+    architecture = ptx.split(".target", 1)[1].split(",")[0].split()[0]
     complaint = ""
     for name in ("ptxas", "ptxas-blackwell"):
-        command = [_tool(name), "-v", f"--gpu-name={architecture[1]}", source, "-o", folder / "kernel.o"]
+        command = [_tool(name), "-v", f"--gpu-name={architecture}", source, "-o", folder / "kernel.o"]
         shown = subprocess.run(command, capture_output=True, text=True)
         found = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", shown.stderr)
         if shown.returncode == 0 and found:
