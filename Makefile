@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-REQUIREMENTS := requirements/cpu.txt requirements/no-deps.txt pyproject.toml experiments/cpu_host/pyproject.toml
+REQUIREMENTS := requirements/torch.txt requirements/cpu.txt requirements/no-deps.txt pyproject.toml experiments/cpu_host/pyproject.toml
+# Where torch brings no Triton: the release that SGLang 0.5.16 comes with.
+TRITON := triton>=3.6,<3.7
 PYTEST := $(BIN)/python -m pytest
 # pip draws its progress on a terminal and says nothing in a log.
 PIP := $(BIN)/python -m pip install $(shell [ -t 2 ] || echo -qq)
@@ -51,6 +53,8 @@ env: $(STAMP)  ## Build the environment in .venv (2.7 GB; again when the require
 $(STAMP): $(REQUIREMENTS)
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch, Triton and SGLang in $(VENV): 2.7 GB, one to three minutes"
+	$(PIP) -r requirements/torch.txt
+	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) "$(TRITON)"
 	$(PIP) -r requirements/cpu.txt
 	$(PIP) --no-deps -r requirements/no-deps.txt
 	$(PIP) --no-deps --no-build-isolation -e . -e experiments/cpu_host
