@@ -55,5 +55,6 @@ def _facts(model: Any, tp_size: int, **numbers: Any) -> ModelFacts:
         num_kv_heads=model.get_num_kv_heads(tp_size),
         total_layers=model.num_hidden_layers,
         context_len=model.context_len,
+        model_dtype=model.dtype,
         **numbers,
     )

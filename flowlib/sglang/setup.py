@@ -30,6 +30,7 @@ class ModelFacts:
         page_size: tokens per page of SGLang's KV pool.
         context_len: most tokens of one request.
         kv_dtype: dtype of the KV pool.
+        model_dtype: dtype the model computes in.
         device: ``cpu`` or ``cuda``.
     """
 
@@ -43,6 +44,7 @@ class ModelFacts:
     page_size: int
     context_len: int
     kv_dtype: torch.dtype
+    model_dtype: torch.dtype
     device: str
 
     @property
@@ -78,6 +80,7 @@ class FlowSetup:
         self.flow = build_flow(self.name, self.config)
         self._no_fields = flowlib.build(FIELDLESS_FLOW)
         self.plan = self._profile(self.flow, scale=None, k_scale=1.0, v_scale=1.0)
+        self._check_dtypes()
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
@@ -139,6 +142,14 @@ class FlowSetup:
             **self.config.budget_numbers(),
         )
         return flowlib.profile(flow, spec)
+
+    def _check_dtypes(self) -> None:
+        expected = self.plan.spec.field_dtype
+        if self.facts.model_dtype is not expected:
+            raise OptionError(
+                f"--kv-cache-dtype gives a KV pool of {self.facts.kv_dtype} and the model computes in "
+                f"{self.facts.model_dtype}, expected {expected} beside such a pool: set --dtype or --kv-cache-dtype"
+            )
 
     def _check_layers(self) -> None:
         facts = self.facts

@@ -2,16 +2,17 @@
 
 One line per decode step::
 
-    {"step": 7, "rids": ["a1"], "seq_lens": [2011], "cached": [126],
+    {"step": 7, "rids": ["a1"], "seq_lens": [2011], "cached": [126], "trace_seconds": 0.004,
      "layers": {"0": {"attended": [[10, 10, 10]], "mass": [[0.93, ...]], "pages": [[[0, 4, ..., 125], ...]]}}}
 
 ``cached`` has the pages of each row and ``attended`` those attended to, by row and kv head (or query head, where a flow
 chooses per query head). ``pages`` and ``mass`` are written when asked for: the logical page ids, and by row and query head
 the share of the dense attention mass that the chosen pages hold, ``exp(lse_sparse - lse_dense)``. Dense layers have
-``"dense": true``.
+``"dense": true``. ``trace_seconds`` is the time the step spent on all this.
 """
 
 import json
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,12 +49,14 @@ class Trace:
         self._step += 1
         lengths = forward_batch.seq_lens.tolist()
         cached = [-(-length // self.page_size) for length in lengths]
-        rids = forward_batch.rids
-        self._line = {"step": self._step, "rids": rids, "seq_lens": lengths, "cached": cached, "layers": {}}
+        head = {"step": self._step, "rids": forward_batch.rids, "seq_lens": lengths, "cached": cached}
+        self._line = head | {"trace_seconds": 0.0, "layers": {}}
 
     def record(self, layer_id: int, q: torch.Tensor, store: Any, batch: Any, out: Any) -> None:
         """One sparse layer of the step has attended; `out` is its answer."""
+        begin = time.perf_counter()
         entry = {"attended": out.lengths.tolist()} | self._extras(q, store, batch, out)
+        self._line["trace_seconds"] += time.perf_counter() - begin
         self._add(layer_id, entry)
 
     def record_dense(self, layer_id: int) -> None:

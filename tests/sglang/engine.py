@@ -20,6 +20,9 @@ ENGINE = {
     "mem_fraction_static": 0.3,
     "random_seed": 1,
 }
+SERVE_FLAGS = ["--device", "cpu", "--dtype", "float32", "--skip-tokenizer-init", "--disable-cuda-graph"]
+SERVE_FLAGS += ["--max-total-tokens", "16384", "--mem-fraction-static", "0.3"]
+SERVE = [str(Path(sys.executable).with_name("sglang")), "serve", "--model-type", "llm", *SERVE_FLAGS]
 
 
 @dataclass(frozen=True)
@@ -76,3 +79,13 @@ def generate(folder, waves, env=None, timeout=150, **engine):
 def read_trace(path):
     """The lines of a trace."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def with_plugin(folder, name):
+    """Environment in which SGLang also finds the test plugin ``plugins/<name>.py``."""
+    package = folder / f"{name}-0.0.dist-info"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0\n")
+    (package / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
+    parts = [str(folder), str(HERE / "plugins"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in parts if part)}

@@ -1,0 +1,127 @@
+"""Flows inside stock SGLang on a CPU: chunked prefill, radix hits, the overlap schedule and ragged batches."""
+
+import json
+
+import pytest
+from tests.sglang.engine import generate, read_trace, with_plugin
+
+QUEST = "gqa_quest_sparse_attention"
+PAGE = 16
+NEW_TOKENS = 12
+TOP_K, BOS, EOS = 4, 2, 3
+STEPS = 2 * 8 * NEW_TOKENS
+"""Traced rows of two waves: the first token is the prefill's, and the overlap schedule runs one step past the last."""
+
+
+def waves(prompts):
+    """The eight prompts at once, then the same with longer ends: those hit the radix cache, partial pages included."""
+    return [[prompts, NEW_TOKENS], [[p + [5, 6, 7, 8, 9] for p in prompts], NEW_TOKENS]]
+
+
+@pytest.fixture(scope="module")
+def dense(tiny_model, prompts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dense")
+    return generate(folder, waves(prompts), model_path=str(tiny_model), page_size=PAGE, chunked_prefill_size=256)
+
+
+@pytest.fixture(scope="module")
+def covering(tiny_model, prompts, tmp_path_factory):
+    """Answers and trace with a budget that covers every context."""
+    folder = tmp_path_factory.mktemp("covering")
+    config = {"top_k": 90, "trace": {"path": str(folder / "trace.jsonl"), "mass": True}}
+    answers = generate(
+        folder, waves(prompts), model_path=str(tiny_model), chunked_prefill_size=256, flow=QUEST, flow_config=config
+    )
+    return answers, read_trace(folder / "trace.jsonl")
+
+
+@pytest.fixture(scope="module")
+def small(tiny_model, prompts, tmp_path_factory):
+    """Answers, trace and page check with a budget of a few pages."""
+    folder = tmp_path_factory.mktemp("small")
+    config = {"top_k": TOP_K, "bos": BOS, "eos": EOS, "trace": {"path": str(folder / "trace.jsonl"), "pages": True}}
+    env = with_plugin(folder, "page_check") | {"PAGE_CHECK_REPORT": str(folder / "report.jsonl")}
+    answers = generate(
+        folder,
+        waves(prompts),
+        env,
+        model_path=str(tiny_model),
+        chunked_prefill_size=256,
+        flow=QUEST,
+        flow_config=config,
+    )
+    return answers, read_trace(folder / "trace.jsonl"), read_trace(folder / "report.jsonl")
+
+
+def tokens(answers):
+    return [[answer["output_ids"] for answer in wave] for wave in answers]
+
+
+def test_covering_budget_gives_the_dense_tokens(dense, covering):
+    answers, _ = covering
+    assert tokens(answers) == tokens(dense)
+    hits = [answer["cached_tokens"] for answer in answers[1]]
+    assert min(hits) > 200, f"the radix cache was not hit: {hits}"
+    assert all(len(set(ids)) > 1 for ids in tokens(dense)[0]), "the model repeats itself, so equal tokens show little"
+
+
+def test_covering_budget_attends_to_everything(covering):
+    _, trace = covering
+    assert sum(len(line["cached"]) for line in trace) == STEPS
+    for line in trace:
+        for layer in line["layers"].values():
+            assert layer["attended"] == [[pages] * 2 for pages in line["cached"]]
+            assert all(abs(mass - 1.0) < 1e-4 for row in layer["mass"] for mass in row)
+
+
+def test_small_budget_attends_to_exactly_its_pages(small):
+    _, trace, _ = small
+    assert sum(len(line["cached"]) for line in trace) == STEPS
+    budget = TOP_K + BOS + EOS
+    for line in trace:
+        assert set(line["layers"]) == {"0", "1"}
+        for layer in line["layers"].values():
+            assert layer["attended"] == [[min(budget, pages)] * 2 for pages in line["cached"]]
+            assert all(budget < pages for pages in line["cached"])
+            for pages, rows in zip(line["cached"], layer["pages"], strict=True):
+                for chosen in rows:
+                    assert chosen == sorted(set(chosen))
+                    assert set(range(BOS)) | set(range(pages - EOS, pages)) <= set(chosen)
+
+
+def test_small_budget_changes_tokens_but_not_the_first(dense, small):
+    answers, _, _ = small
+    assert tokens(answers) != tokens(dense)
+    assert [ids[0] for ids in tokens(answers)[0]] == [ids[0] for ids in tokens(dense)[0]], "prefill is dense"
+
+
+def test_summaries_of_all_live_pages_equal_a_recomputation(small):
+    _, trace, report = small
+    assert len(report) == len(trace)
+    assert max(line["pages"] for line in report) > 300
+    assert {line["layers"] for line in report} == {2}
+    assert [line["wrong"] for line in report] == [0] * len(report)
+
+
+def test_dense_layers_attend_to_everything(tiny_model, prompts, dense, tmp_path):
+    config = {"top_k": 1, "dense_layers": [0, 1], "trace": str(tmp_path / "trace.jsonl")}
+    answers = generate(
+        tmp_path, waves(prompts)[:1], model_path=str(tiny_model), flow=QUEST, flow_config=config, page_size=PAGE
+    )
+    assert tokens(answers) == tokens(dense)[:1]
+    for line in read_trace(tmp_path / "trace.jsonl"):
+        assert all(layer["dense"] for layer in line["layers"].values())
+
+
+def test_triton_gives_the_reference_tokens(tiny_model, prompts, tmp_path):
+    wave = [[[prompts[0][:70], prompts[1][:101]], 4]]
+    found = {}
+    for impl in ("reference", "triton"):
+        config = {"top_k": 2, "impl": impl, "trace": {"path": str(tmp_path / f"{impl}.jsonl"), "pages": True}}
+        answers = generate(
+            tmp_path / impl, wave, timeout=250, model_path=str(tiny_model), flow=QUEST, flow_config=config
+        )
+        trace = read_trace(tmp_path / f"{impl}.jsonl")
+        found[impl] = tokens(answers), [json.dumps(line["layers"]) for line in trace]
+    assert found["triton"] == found["reference"]
+    assert len(found["triton"][1]) == 4

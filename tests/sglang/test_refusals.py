@@ -1,0 +1,139 @@
+"""What can't be served right is refused by the name of its flag, model feature or layer."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from flowlib.core.errors import BackendError, OptionError
+from flowlib.sglang import refusals
+
+FINE_ARGS = {
+    "speculative_algorithm": None,
+    "enable_mixed_chunk": False,
+    "enable_hisparse": False,
+    "enable_hierarchical_cache": False,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
+    "disaggregation_mode": "null",
+    "enable_page_major_kv_layout": False,
+    "enable_unified_memory": False,
+    "prefill_only_disable_kv_cache": False,
+    "is_embedding": False,
+    "dllm_algorithm": None,
+    "dcp_size": 1,
+    "attn_cp_size": 1,
+    "enable_two_batch_overlap": False,
+    "enable_pdmux": False,
+    "kv_cache_dtype": "auto",
+}
+FLAGS = [
+    ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
+    ("enable_mixed_chunk", True, "--enable-mixed-chunk"),
+    ("enable_hisparse", True, "--enable-hisparse"),
+    ("enable_hierarchical_cache", True, "--enable-hierarchical-cache"),
+    ("enable_lmcache", True, "--enable-lmcache"),
+    ("enable_flexkv", True, "--enable-flexkv"),
+    ("disaggregation_mode", "decode", "--disaggregation-mode"),
+    ("enable_page_major_kv_layout", True, "--enable-page-major-kv-layout"),
+    ("enable_unified_memory", True, "--enable-unified-memory"),
+    ("prefill_only_disable_kv_cache", True, "--prefill-only-disable-kv-cache"),
+    ("is_embedding", True, "--is-embedding"),
+    ("dllm_algorithm", "LowConfidence", "--dllm-algorithm"),
+    ("dcp_size", 2, "--dcp-size"),
+    ("attn_cp_size", 2, "--attn-cp-size"),
+    ("enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
+    ("enable_pdmux", True, "--enable-pdmux"),
+    ("kv_cache_dtype", "nvfp4", "--kv-cache-dtype"),
+    ("kv_cache_dtype", "mxfp8", "--kv-cache-dtype"),
+    ("kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype"),
+]
+FINE_LAYER = {
+    "layer_id": 3,
+    "logit_cap": 0.0,
+    "sliding_window_size": -1,
+    "is_cross_attention": False,
+    "attn_type": SimpleNamespace(name="DECODER"),
+    "xai_temperature_len": -1,
+    "use_irope": False,
+    "tp_k_head_num": 2,
+    "tp_v_head_num": 2,
+    "qk_head_dim": 64,
+    "v_head_dim": 64,
+}
+LAYERS = [
+    ("logit_cap", 30.0, "a logit cap"),
+    ("sliding_window_size", 128, "a sliding window"),
+    ("is_cross_attention", True, "cross attention"),
+    ("attn_type", SimpleNamespace(name="ENCODER_ONLY"), "non-causal attention"),
+    ("xai_temperature_len", 1024, "a temperature by length"),
+    ("use_irope", True, "interleaved RoPE"),
+    ("tp_v_head_num", 1, "unequal numbers of K and V heads"),
+    ("qk_head_dim", 96, "heads of 96 and 64 (K and V), expected 64 and 64"),
+]
+FINE_MODEL = {
+    "attention_arch": SimpleNamespace(name="MHA"),
+    "is_encoder_decoder": False,
+    "is_hybrid_swa": False,
+    "has_attention_sinks": False,
+    "attention_chunk_size": None,
+    "hf_config": SimpleNamespace(architectures=["SomeForCausalLM"]),
+}
+MODELS = [
+    ("attention_arch", SimpleNamespace(name="MLA"), "multi-head latent attention"),
+    ("is_encoder_decoder", True, "an encoder-decoder"),
+    ("is_hybrid_swa", True, "hybrid sliding-window layers"),
+    ("has_attention_sinks", True, "attention sinks"),
+    ("attention_chunk_size", 8192, "chunked attention"),
+]
+
+
+def test_ordinary_arguments_models_and_layers_pass(monkeypatch):
+    monkeypatch.delenv("SGLANG_USE_HND_KVCACHE", raising=False)
+    refusals.refuse_flags(SimpleNamespace(**FINE_ARGS))
+    refusals.refuse_model(SimpleNamespace(**FINE_MODEL))
+    refusals.refuse_layers([SimpleNamespace(**FINE_LAYER)], 64, 64)
+
+
+@pytest.mark.parametrize(("name", "value", "flag"), FLAGS)
+def test_flag_is_refused(name, value, flag):
+    with pytest.raises(OptionError, match=f"^{flag} can't be used together with --flow: "):
+        refusals.refuse_flags(SimpleNamespace(**FINE_ARGS | {name: value}))
+
+
+def test_every_flag_of_the_table_is_tried():
+    assert {flag for _, _, flag in FLAGS} == {refusal.what for refusal in refusals.FLAGS}
+
+
+@pytest.mark.parametrize("name", ["SGLANG_USE_HND_KVCACHE", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"])
+def test_variable_is_refused(name, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(OptionError, match=f"^{name}=1 can't be used together with --flow"):
+        refusals.refuse_flags(SimpleNamespace(**FINE_ARGS))
+
+
+@pytest.mark.parametrize(("name", "value", "feature"), MODELS)
+def test_model_is_refused(name, value, feature):
+    with pytest.raises(BackendError, match=f"^SomeForCausalLM has {feature}, which --flow can't serve"):
+        refusals.refuse_model(SimpleNamespace(**FINE_MODEL | {name: value}))
+
+
+@pytest.mark.parametrize(("name", "value", "feature"), LAYERS)
+def test_layer_is_refused_by_its_id(name, value, feature):
+    with pytest.raises(BackendError) as caught:
+        refusals.refuse_layers([SimpleNamespace(**FINE_LAYER | {name: value})], 64, 64)
+    assert str(caught.value).startswith("layer 3 has ")
+    assert feature in str(caught.value)
+
+
+def test_state_needs_the_radix_cache_off():
+    with pytest.raises(OptionError, match="keeps state per request in 'acc'.*add --disable-radix-cache"):
+        refusals.refuse_state("h2o", ("acc",), disable_radix_cache=False)
+    refusals.refuse_state("h2o", ("acc",), disable_radix_cache=True)
+    refusals.refuse_state("quest", (), disable_radix_cache=False)
+
+
+def test_chunks_end_where_pages_end():
+    with pytest.raises(OptionError, match="--chunked-prefill-size is 2048, expected a multiple of the page size 48"):
+        refusals.refuse_chunks(2048, 48)
+    for size in (-1, None, 96):
+        refusals.refuse_chunks(size, 48)
