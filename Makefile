@@ -14,6 +14,8 @@ PAIR := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
+# One failing group of tests hides no other.
+MAKEFLAGS += --keep-going
 .PHONY: help demo test test-cpu test-compile test-sglang check lint types layers format env clean
 
 help:  ## Show this list
