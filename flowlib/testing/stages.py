@@ -1,0 +1,370 @@
+"""One implementation's step over a scene, held against an oracle stage by stage.
+
+Each stage starts from what the implementation itself left behind by the stage before (its stored fields, its scores, its page
+lists), so an error shows in the stage that made it, and tolerances do not pile up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from flowlib.core.errors import OptionError
+from flowlib.core.spec import Spec
+from flowlib.runtime.plan import StepOutput
+from flowlib.runtime.pool import PagedPool
+from flowlib.testing.inputs import Scene, fill_nan
+from flowlib.testing.oracles import Oracle, attention, tokens_of
+from flowlib.testing.tolerance import Judgement, accumulation_step, derive, gamma, judge, upcast
+
+ELEMENTARY = 8
+"""Roundings of scale, exp, log and division on the way of one value."""
+_UNWRITTEN = -12345
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an implementation did.
+
+    Attributes:
+        impl: ``"reference"`` (in float64) or ``"triton"``.
+        scene: the inputs; `q` the queries of this step.
+        before: fields the step read, by name.
+        store: the pool after the step.
+        out: the step's outputs.
+    """
+
+    impl: str
+    scene: Scene
+    q: torch.Tensor
+    before: dict[str, torch.Tensor]
+    store: PagedPool
+    out: StepOutput
+
+    @property
+    def compute(self) -> torch.dtype:
+        """What it computes in."""
+        return torch.float64 if self.impl == "reference" else torch.float32
+
+
+@dataclass
+class Collected:
+    """Values of one stage from all rows, judged together."""
+
+    got: list[torch.Tensor] = field(default_factory=list)
+    truth: list[torch.Tensor] = field(default_factory=list)
+    low: list[torch.Tensor] = field(default_factory=list)
+    step: list[torch.Tensor] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def add(
+        self, label: str, got: torch.Tensor, truth: torch.Tensor, low: torch.Tensor, step: torch.Tensor
+    ) -> None:
+        """Adds tensors of one shape; `label` says where they are from."""
+        for values, x in ((self.got, got), (self.truth, truth), (self.low, low), (self.step, step)):
+            values.append(x.detach().cpu().to(torch.float64).expand_as(truth).flatten())
+        self.labels.append(label)
+
+    def tolerance(self, dtype: torch.dtype) -> torch.Tensor:
+        """Tolerance of each value; see :mod:`flowlib.testing.tolerance`."""
+        return derive(torch.cat(self.truth), torch.cat(self.low), dtype=dtype, step=torch.cat(self.step))
+
+    def judge(self, dtype: torch.dtype) -> tuple[Judgement, str]:
+        """The worst value's judgement, and where it is."""
+        if not self.got:
+            return Judgement(0.0, 0.0), ""
+        verdict = judge(torch.cat(self.got), torch.cat(self.truth), self.tolerance(dtype))
+        flat = verdict.where[0] if verdict.where else 0
+        for label, values in zip(self.labels, self.got, strict=True):
+            if flat < values.numel():
+                return verdict, label
+            flat -= values.numel()
+        return verdict, ""
+
+
+def run_step(scene: Scene, impl: str, store: PagedPool, q: torch.Tensor) -> Run:
+    """One step; the outputs and buffers of ``"triton"`` hold NaN before it.
+
+    Raises:
+        BackendError, BatchError, ShapeError: `impl` can't run here, or the inputs do not fit.
+    """
+    plan, batch = scene.plan, scene.batch
+    before = {name: value.clone() for name, value in store.fields.items()}
+    if impl == "reference":
+        out = plan.step(q, store, batch, impl=impl, dtype=torch.float64)
+        return Run(impl, scene, q, before, store, out)
+    plan.check_impl(impl, store.device)
+    plan.check_step(q, store, batch)
+    out = plan.allocate(batch.size, batch.width, store.device)
+    for name, value in {"o": out.o, "lse": out.lse, **out.workspace}.items():
+        if name != "alibi_slopes":
+            fill_nan(value)
+    out.pages.fill_(_UNWRITTEN)
+    out.lengths.fill_(_UNWRITTEN)
+    plan.launch(q, store, batch, out)
+    return Run(impl, scene, q, before, store, out)
+
+
+# -- fields
+
+
+def judge_fields(run: Run, oracle: Oracle) -> dict[str, tuple[Judgement, str]]:
+    """Every field of every finished page, by field name.
+
+    Raises:
+        OptionError: the oracle leaves a field of the flow out.
+    """
+    scene, spec = run.scene, run.scene.spec
+    k, v, where, labels = _finished(scene)
+    verdicts: dict[str, tuple[Judgement, str]] = {}
+    for name, declared in scene.plan.fields.items():
+
+        def formula(k: torch.Tensor, v: torch.Tensor, name: str = name) -> torch.Tensor:
+            return _field_of(oracle, name, k, v, spec)
+
+        collected = Collected()
+        if len(k):
+            truth = formula(k, v)
+            low = formula(k.float(), v.float()).to(declared.dtype)
+            step = torch.zeros(())
+            if declared.dtype is torch.float32:
+                terms = spec.page_size + spec.head_dim + ELEMENTARY
+                step = accumulation_step(formula, (k, v), terms, independent=True)
+            page, head = where
+            got = run.before[name].cpu()[page, head]
+            for i, label in enumerate(labels):
+                collected.add(f"{name}, {label}", got[i], truth[i], low[i], step[i] if step.dim() else step)
+        verdicts[name] = collected.judge(declared.dtype)
+    return verdicts
+
+
+def _field_of(oracle: Oracle, name: str, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
+    fields = oracle.fields(k, v, spec)
+    if name not in fields:
+        raise OptionError(f"{type(oracle).__name__}.fields gives {sorted(fields)}, expected the flow's field {name!r} too")
+    return fields[name]
+
+
+def _finished(
+    scene: Scene,
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor], list[str]]:
+    """K ``[N, page_size, D]`` and V of every finished (page, kv head), their physical page and head, and labels."""
+    size, keys, values, page, head, labels = scene.spec.page_size, [], [], [], [], []
+    for b, length in enumerate(scene.lengths):
+        for j in range(length // size):
+            for h in range(scene.spec.num_kv_heads):
+                keys.append(scene.k[b][j * size : (j + 1) * size, h])
+                values.append(scene.v[b][j * size : (j + 1) * size, h])
+                page.append(scene.pages[b][j])
+                head.append(h)
+                labels.append(f"request {b}, page {j}, kv head {h}")
+    where = (torch.tensor(page, dtype=torch.int64), torch.tensor(head, dtype=torch.int64))
+    if not keys:
+        return torch.zeros(0), torch.zeros(0), where, labels
+    k, v = upcast(torch.stack(keys), torch.stack(values))
+    return k * scene.spec.k_scale, v * scene.spec.v_scale, where, labels
+
+
+# -- scores and selection
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kv head of one query token: what an oracle sees, in float64."""
+
+    index: int
+    head: int
+    seen: int
+    num_pages: int
+    q: torch.Tensor
+    pages: dict[str, torch.Tensor]
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"row {self.index} ({self.seen} tokens), kv head {self.head}"
+
+
+def rows_of(run: Run) -> Iterator[Row]:
+    """Every row with its scored pages, which may be none."""
+    scene, spec = run.scene, run.scene.spec
+    fields = {name: value.cpu() for name, value in run.before.items()}
+    q = run.q.cpu().to(torch.float64).view(len(scene.rows), spec.num_kv_heads, spec.group_size, spec.head_dim)
+    size = spec.page_size
+    for i, (b, seen) in enumerate(scene.rows):
+        num_pages = -(-seen // size)
+        first, last = spec.bos, max(spec.bos, num_pages - spec.eos)
+        physical = torch.tensor(scene.pages[b][first:last], dtype=torch.int64)
+        tokens = slice(first * size, last * size)
+        for h in range(spec.num_kv_heads):
+            k, v = upcast(scene.k[b][tokens, h], scene.v[b][tokens, h])
+            pages = {
+                "k": (k * spec.k_scale).view(len(physical), size, spec.head_dim),
+                "v": (v * spec.v_scale).view(len(physical), size, spec.dv),
+                "position": torch.arange(first, last, dtype=torch.float64).view(-1, 1, 1),
+                **{name: value[physical, h].to(torch.float64) for name, value in fields.items()},
+            }
+            yield Row(i, h, seen, num_pages, q[i, h], pages)
+
+
+def judge_scores(run: Run, oracle: Oracle) -> tuple[Collected, dict[tuple[int, int], torch.Tensor]]:
+    """Scores of every row, and the oracle's scores ``[lanes, n]`` by (row, kv head)."""
+    spec, scores = run.scene.spec, run.out.scores
+    collected, truths = Collected(), {}
+    for row in rows_of(run):
+        names = [n for n in row.pages if n != "position"]
+
+        def formula(q: torch.Tensor, *values: torch.Tensor, row: Row = row, names: list[str] = names) -> torch.Tensor:
+            pages = {**dict(zip(names, values, strict=True)), "position": row.pages["position"].to(q.dtype)}
+            return oracle.scores(q, pages, spec)  # type: ignore[return-value]
+
+        n = len(row.pages["position"])
+        inputs = (row.q, *(row.pages[name] for name in names))
+        truth = formula(*inputs) if n else None
+        if truth is None:
+            continue
+        if scores is None:
+            collected.problems.append(f"{row.label}: not scored, the oracle scores {n} pages")
+            continue
+        lanes = slice(row.head * len(truth), (row.head + 1) * len(truth))
+        got = scores[row.index, lanes, spec.bos : spec.bos + n]
+        if got.shape != truth.shape:
+            collected.problems.append(f"{row.label}: scores {list(got.shape)}, the oracle gives {list(truth.shape)}")
+            continue
+        low = truth if run.compute is torch.float64 else formula(*(x.float() for x in inputs))
+        terms = spec.head_dim + spec.group_size + n + ELEMENTARY
+        collected.add(row.label, got, truth, low, accumulation_step(formula, inputs, terms, run.compute))
+        truths[row.index, row.head] = truth
+    return collected, truths
+
+
+def judge_selection(
+    run: Run, oracle: Oracle, truths: dict[tuple[int, int], torch.Tensor], slack: float
+) -> tuple[Judgement, str]:
+    """Page lists, by the scores they picked.
+
+    Exact, on the implementation's own scores: ascending lists, reserved pages once, as many pages as the budget says, none
+    better left out, ties to the lower page. And the oracle's scores of what was picked may fall short of the best left out
+    by twice `slack`, what scores may be off.
+    """
+    spec, lists = run.scene.spec, run.out.pages.shape[1]
+    lanes = lists // spec.num_kv_heads
+    pages, lengths = run.out.pages.cpu(), run.out.lengths.cpu()
+    scores = None if run.out.scores is None else run.out.scores.cpu().to(torch.float64)
+    worst, where = 0.0, ""
+    for i, (_, seen) in enumerate(run.scene.rows):
+        for lane in range(lists):
+            label = f"row {i} ({seen} tokens), list {lane}"
+            own = None if scores is None else scores[i, lane]
+            problem, regret = _judge_list(pages[i, lane], int(lengths[i, lane]), own, seen, spec, oracle)
+            truth = truths.get((i, lane // lanes))
+            if not problem and truth is not None:
+                chosen = [p - spec.bos for p in pages[i, lane, : int(lengths[i, lane])].tolist()]
+                regret = _regret(truth[lane % lanes], [p for p in chosen if 0 <= p < truth.shape[1]])
+            if problem:
+                return Judgement(float("inf"), 2 * slack, (i, lane), False), f"{label}: {problem}"
+            if regret > worst:
+                worst, where = regret, label
+    return Judgement(worst, 2 * slack, (), worst <= 2 * slack), where
+
+
+def _judge_list(
+    listed: torch.Tensor, length: int, own: torch.Tensor | None, seen: int, spec: Spec, oracle: Oracle
+) -> tuple[str, float]:
+    """What is wrong with one page list ``[max_selected]`` by the scores ``[W]`` it was made from, and its regret."""
+    num_pages = -(-seen // spec.page_size)
+    if not 0 <= length <= len(listed):
+        return f"length {length}, expected from 0 to {len(listed)}", 0.0
+    pages, rest = listed[:length].tolist(), listed[length:].tolist()
+    if pages != sorted(set(pages)) or any(not 0 <= p < num_pages for p in pages):
+        return f"pages {pages}, expected ascending pages below {num_pages}, each once", 0.0
+    if any(p != -1 for p in rest):
+        return f"{rest} past the list's end, expected -1", 0.0
+    scored = range(spec.bos, max(spec.bos, num_pages - spec.eos))
+    missing = [p for p in range(num_pages) if p not in scored and p not in pages]
+    if missing:
+        return f"reserved pages {missing} are not attended", 0.0
+    chosen = [p - spec.bos for p in pages if p in scored]
+    if seen <= spec.dense_below:
+        return ("" if len(pages) == num_pages else f"{len(pages)} of {num_pages} pages, expected all (dense_below)"), 0.0
+    values = torch.zeros(len(scored)) if own is None else own[spec.bos : spec.bos + len(scored)]
+    fewest, most = oracle.counts(values, num_pages, spec)
+    if not fewest <= len(chosen) <= most:
+        return f"{len(chosen)} pages chosen of {len(scored)} scored, expected {fewest}", 0.0
+    if any(not float(values[p]) > float("-inf") for p in chosen):
+        return "a page with score -inf or NaN is chosen", 0.0
+    regret = _regret(values, chosen)
+    if regret > 0:
+        return f"a page that scores {regret:.3g} more than a chosen one is left out", regret
+    return _judge_ties(values, chosen), 0.0
+
+
+def _judge_ties(values: torch.Tensor, chosen: list[int]) -> str:
+    if not chosen:
+        return ""
+    lowest = min(float(values[p]) for p in chosen)
+    tied = [p for p in range(len(values)) if float(values[p]) == lowest]
+    taken = [p for p in tied if p in chosen]
+    return "" if taken == tied[: len(taken)] else f"of tied pages {tied} the list has {taken}, expected the lowest"
+
+
+def _regret(values: torch.Tensor, chosen: list[int]) -> float:
+    """Best score left out less the worst chosen, at least 0."""
+    left = [float(s) for p, s in enumerate(values) if p not in chosen and float(s) > float("-inf")]
+    picked = [float(values[p]) for p in chosen]
+    return max(0.0, max(left) - min(picked)) if left and picked else 0.0
+
+
+# -- attention and state
+
+
+def judge_attention(run: Run) -> dict[str, tuple[Judgement, str]]:
+    """o and lse over the implementation's own page lists."""
+    scene, spec, out = run.scene, run.scene.spec, run.out
+    lists = out.pages.shape[1]
+    per_list, lanes = spec.num_heads // lists, lists // spec.num_kv_heads
+    coarse = None if spec.field_dtype is torch.float32 else spec.field_dtype
+    o_dtype = torch.float64 if run.impl == "reference" else spec.field_dtype
+    found = {"o": Collected(), "lse": Collected()}
+    for i, (b, seen) in enumerate(scene.rows):
+        for lane in range(lists):
+            listed = [p for p in out.pages[i, lane].tolist() if 0 <= p < -(-seen // spec.page_size)]
+            positions = tokens_of(listed, seen, spec.page_size)
+            heads = slice(lane * per_list, (lane + 1) * per_list)
+            slopes = None if spec.alibi_slopes is None else spec.alibi_slopes[heads]
+            k, v = upcast(scene.k[b][positions, lane // lanes], scene.v[b][positions, lane // lanes])
+            inputs = (run.q[i, heads].cpu().to(torch.float64), k * spec.k_scale, v * spec.v_scale)
+            truth = attention(*inputs, positions, seen - 1, spec, slopes)
+            low = truth
+            if run.compute is torch.float32:
+                low = attention(*(x.float() for x in inputs), positions, seen - 1, spec, slopes, coarse)
+            logit = gamma(spec.head_dim + 3, run.compute) * truth.logit
+            total = gamma(len(positions) + ELEMENTARY, run.compute)
+            label = f"row {i} ({seen} tokens), list {lane}"
+            found["o"].add(
+                label, out.o[i, heads], truth.o, low.o.to(o_dtype), (2 * logit + total)[:, None] * truth.mass
+            )
+            found["lse"].add(label, out.lse[i, heads], truth.lse, low.lse, logit + total)
+    return {"o": found["o"].judge(o_dtype), "lse": found["lse"].judge(run.compute)}
+
+
+def judge_state(run: Run, oracle: Oracle) -> dict[str, tuple[Judgement, str]]:
+    """State fields of the scored pages after the step, by name."""
+    scene, spec = run.scene, run.scene.spec
+    found = {name: Collected() for name in scene.plan.state_fields}
+    for row in rows_of(run) if found else ():
+        b = scene.rows[row.index][0]
+        n = len(row.pages["position"])
+        physical = torch.tensor(scene.pages[b][spec.bos : spec.bos + n], dtype=torch.int64)
+        truth = oracle.state(row.q, row.pages, spec) if n else {}
+        low = oracle.state(row.q.float(), {k: x.float() for k, x in row.pages.items()}, spec) if n else {}
+        for name in found:
+            if n:
+                dtype = scene.plan.fields[name].dtype
+                got = run.store.fields[name].cpu()[physical, row.head]
+                step = gamma(spec.head_dim + spec.group_size + n + ELEMENTARY) * truth[name].abs()
+                found[name].add(f"{name}, {row.label}", got, truth[name], low[name].to(dtype), step)
+    return {name: collected.judge(scene.plan.fields[name].dtype) for name, collected in found.items()}
