@@ -5,6 +5,8 @@ import functools
 import pytest
 import torch
 
+pytest.register_assert_rewrite("tests.suites")
+
 _ALLOCATORS = [
     (torch, "empty"),
     (torch, "empty_like"),

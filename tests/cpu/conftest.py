@@ -3,3 +3,11 @@
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+
+
+@pytest.fixture
+def device():
+    """Where the shared suites run."""
+    return "cpu"
