@@ -87,7 +87,9 @@ def run(name: str, job: dict[str, Any], folder: Path, progress: Progress) -> dic
     raise RuntimeError(f"the engine for {name} ended early:\n{''.join(log)[-4000:]}")
 
 
-def job_for(name: str, model: Path, prompt: list[int], tokens: int, force: list[int], top_k: int, folder: Path) -> dict[str, Any]:
+def job_for(
+    name: str, model: Path, prompt: list[int], tokens: int, force: list[int], top_k: int, folder: Path
+) -> dict[str, Any]:
     """What the engine's process is told."""
     engine: dict[str, Any] = {**ENGINE, "model_path": str(model)}
     if name != "dense":
@@ -119,15 +121,26 @@ def tokenize(model: Path, count: int) -> list[int]:
 def main(
     tokens: Annotated[int, typer.Option(help="Tokens to decode.", min=4)] = 48,
     context: Annotated[int, typer.Option(help="Tokens of the text to read first.", min=256)] = 2000,
-    top_k: Annotated[int, typer.Option(help="Pages chosen per layer and kv head, besides 3 reserved ones.", min=0)] = 24,
+    top_k: Annotated[
+        int, typer.Option(help="Pages chosen per layer and kv head, besides 3 reserved ones.", min=0)
+    ] = 24,
     out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("out/demo.png"),
 ) -> None:
     """Serves SmolLM2-135M with stock SGLang on the CPU, dense and sparse, and compares."""
     model = ensure_model()
     prompt = tokenize(model, context)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     runs: list[demo_report.Run] = []
-    with tempfile.TemporaryDirectory(prefix="flowlib-demo-") as scratch, Progress(*columns, console=console) as progress:
+    with (
+        tempfile.TemporaryDirectory(prefix="flowlib-demo-") as scratch,
+        Progress(*columns, console=console) as progress,
+    ):
         folder = Path(scratch)
         for name in ("dense", *FLOWS):
             force = runs[0].tokens if runs else []
@@ -136,7 +149,7 @@ def main(
     dense, *sparse = runs
     console.print(
         f"SmolLM2-135M-Instruct (30 layers, 9 query and 3 kv heads of 64, fp32) after {len(prompt):,} tokens of "
-        f"{TEXT.stem}; pages of 16 tokens, counted by the plugin over {len(dense.tokens) - 1} steps, 30 layers, 3 kv heads"
+        f"{TEXT.stem}; pages of 16 tokens, counted by the plugin over {len(dense.tokens) - 1} steps in all layers"
     )
     console.print(demo_report.table(dense, sparse))
     console.print("On a CPU flows run in their torch reference, op by op: the speed here says nothing about a GPU.")

@@ -1,8 +1,8 @@
 """One SGLang engine of the demo, in a process of its own: `python demo_engine.py JOB.json`.
 
-The job says how to start the engine, which text to continue and for how many tokens. A custom logit processor writes the
-raw logits of every step to a file and then, if the job has tokens to force, makes the engine take them. One line of JSON
-is printed per event, after `EVENT`.
+The job says how to start the engine, which text to continue and for how many tokens. A custom logit processor writes
+the raw logits of every step to a file and then, if the job has tokens to force, makes the engine take them. One line of
+JSON is printed per event, after `EVENT`.
 """
 
 import json

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 
@@ -36,7 +37,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Closeness:
-    """A run beside the dense one, over the decode steps: the first token comes from the dense prefill and is left out."""
+    """A run beside the dense one, over the decode steps; the first token is the dense prefill's and left out."""
 
     agreement: float
     kl: float
@@ -66,7 +67,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def compare(dense: Run, sparse: Run) -> Closeness:
-    """Next-token agreement, KL(dense || sparse) in nats, pages and attention mass, all averaged over the decode steps."""
+    """Next-token agreement, KL(dense || sparse) in nats, pages and attention mass, over the decode steps."""
     if sparse.tokens != dense.tokens:
         raise RuntimeError(f"{sparse.name} did not take the dense run's tokens, so its steps can't be compared")
     rows = slice(1, len(dense.tokens))
@@ -83,28 +84,31 @@ def compare(dense: Run, sparse: Run) -> Closeness:
 
 
 def table(dense: Run, runs: list[Run]) -> Table:
-    """The comparison as a table."""
-    shown = Table(title="Decoding the dense run's tokens, step by step (teacher-forced)", title_justify="left")
-    shown.add_column("attention")
-    for name in ("pages attended", "of cached", "next-token agreement", "KL to dense", "attention mass", "tokens/s"):
-        shown.add_column(name, justify="right")
-    shown.add_row("dense", "all", "100.0 %", "100.0 %", "0", "100.0 %", f"{dense.tokens_per_second:.1f}")
-    for run in runs:
-        close = compare(dense, run)
-        shown.add_row(
-            run.name,
-            f"{close.attended:,} of {close.cached:,}",
-            f"{close.attended / close.cached:.1%}".replace("%", " %"),
-            f"{close.agreement:.1%}".replace("%", " %"),
-            f"{close.kl:.4f}",
-            f"{close.mass:.1%}".replace("%", " %"),
-            f"{run.tokens_per_second:.1f}",
-        )
+    """The comparison as a table, one column per run."""
+    shown = Table(
+        title="Decoding the dense run's tokens step by step (teacher-forced)", title_justify="left", box=SIMPLE_HEAD
+    )
+    shown.add_column("")
+    for run in (dense, *runs):
+        shown.add_column(run.name, justify="right", no_wrap=True)
+    found = [compare(dense, run) for run in runs]
+    shown.add_row("pages attended", "all", *(f"{c.attended:,}" for c in found))
+    shown.add_row("of pages cached", "all", *(f"{c.cached:,}" for c in found))
+    shown.add_row("share of pages", percent(1.0), *(percent(c.attended / c.cached) for c in found))
+    shown.add_row("same next token", percent(1.0), *(percent(c.agreement) for c in found))
+    shown.add_row("KL to dense", f"{0:.4f}", *(f"{c.kl:.4f}" for c in found))
+    shown.add_row("attention mass", percent(1.0), *(percent(c.mass) for c in found))
+    shown.add_row("tokens/s", *(f"{run.tokens_per_second:.1f}" for run in (dense, *runs)))
     return shown
 
 
+def percent(share: float) -> str:
+    """A share as per cent."""
+    return f"{100 * share:.1f} %"
+
+
 def page_shares(run: Run) -> np.ndarray:
-    """Which share of all (layer, kv head) lists attended to a page: `[steps, pages]`, NaN where there is no such page."""
+    """Share of all (layer, kv head) lists that attended to a page: `[steps, pages]`, NaN where there is no page."""
     width = max(line["cached"][0] for line in run.trace)
     shares = np.full((len(run.trace), width), np.nan)
     for i, line in enumerate(run.trace):

@@ -27,13 +27,15 @@ _BACKEND_FLAGS = ("attention_backend", "prefill_attention_backend", "decode_atte
 class FlowServerArgs(ServerArgs):
     """The stock arguments plus the flow to decode with and its configuration."""
 
-    flow: A[str | None, Arg(help="Decode with this flowlib flow (sparse attention). `flowlib list` prints them.")] = None
+    flow: A[str | None, Arg(help="Decode with this flowlib flow (sparse attention). `flowlib list` prints them.")] = (
+        None
+    )
     flow_config: A[
         str | None,
         Arg(
             help="JSON object for --flow with the keys "
             + ", ".join(f.name for f in dataclasses.fields(FlowConfig))
-            + '. Example: \'{"top_k": 16}\'.'
+            + ". Example: '{\"top_k\": 16}'."
         ),
     ] = None
 
@@ -81,7 +83,9 @@ def check_resolved(args: Any) -> None:
     if args.model_path.lower() in ("none", "dummy"):
         return
     if decode != PLUGIN_NAME:
-        raise OptionError(f"SGLang chose the decode attention backend {decode!r} for this model, expected {PLUGIN_NAME!r}")
+        raise OptionError(
+            f"SGLang chose the decode attention backend {decode!r} for this model, expected {PLUGIN_NAME!r}"
+        )
     refusals.refuse_flags(args)
     refusals.refuse_model(args.get_model_config())
     refusals.refuse_chunks(args.chunked_prefill_size, args.page_size)
@@ -122,7 +126,8 @@ def _refuse_graphs(args: Any, setup: FlowSetup) -> None:
         return
     if setup.impl == "reference":
         raise OptionError(
-            "--flow-config: impl is 'reference', which a CUDA graph can't capture: add --cuda-graph-backend-decode disabled"
+            "--flow-config: impl is 'reference', which a CUDA graph can't capture: "
+            "add --cuda-graph-backend-decode disabled"
         )
     if setup.config.trace is not None:
         raise OptionError(

@@ -47,6 +47,7 @@ class FlowBackend(AttentionBackend):
     """
 
     needs_cpu_seq_lens = False
+    step: Step  # planned by SGLang's call before the layers run
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
@@ -61,7 +62,6 @@ class FlowBackend(AttentionBackend):
         refusals.refuse_layers(layers, facts.head_dim, facts.v_head_dim)
         self.trace: Trace | None = open_trace(self.setup)
         self.steps = KernelSteps(self.req_to_token_pool.req_to_token, facts.max_pages, facts.page_size)
-        self.step: Step | None = None
         logger.info("flowlib: %s; %d attention layers checked", self.setup.describe(), len(layers))
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -130,7 +130,9 @@ class FlowBackend(AttentionBackend):
         if given:
             raise BackendError(f"layer {layer.layer_id} attends with {', '.join(given)}, which a flow can't serve")
         if not save or k is None:
-            raise BackendError(f"layer {layer.layer_id} does not write its K and V through the pool, so a flow can't serve it")
+            raise BackendError(
+                f"layer {layer.layer_id} does not write its K and V through the pool, so a flow can't serve it"
+            )
         where = KVWriteLoc(forward_batch.out_cache_loc)
         self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
 

@@ -10,7 +10,8 @@ from flowlib.core.errors import FlowlibError
 def leaving_with_reason(flow: str) -> Iterator[None]:
     """Turns an error of flowlib into ``SystemExit`` with its message.
 
-    SGLang catches ``Exception`` in many places and goes on; a server that was asked for a flow must not go on without it.
+    SGLang catches ``Exception`` in many places and goes on; a server that was asked for a flow must not go on without
+    it.
     """
     try:
         yield

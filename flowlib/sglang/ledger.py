@@ -1,7 +1,7 @@
 """Every symbol of SGLang that flowlib touches: what, why, how and until when.
 
-The same table registers the hooks, is checked against the running process when a flow is asked for, and is compared with
-the installed SGLang by a contract test.
+The same table registers the hooks, is checked against the running process when a flow is asked for, and is compared
+with the installed SGLang by a contract test.
 """
 
 import dis
@@ -38,14 +38,14 @@ class Touch:
     until: str
     takes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
-    hook: str | None = None
+    hook: str = ""
 
 
 def hooks() -> Iterator[Touch]:
     """The entries that patch SGLang."""
     from flowlib.sglang.symbols import TOUCHED
 
-    return (touch for touch in TOUCHED if touch.hook is not None)
+    return (touch for touch in TOUCHED if touch.hook)
 
 
 def register_hooks() -> None:

@@ -13,7 +13,7 @@ from flowlib.core.errors import OptionError, did_you_mean
 from flowlib.core.spec import Spec
 
 IMPLS = ("reference", "triton")
-_SPEC_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Spec)}
+_SPEC_DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Spec)}
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """SGLang's KV pool with the flow's fields beside K and V.
 
-The fields are updated wherever K and V are written: for each written slot that is the last of its page, once all K and V
-of the call are stored. What would write K and V without that is refused.
+The fields are updated wherever K and V are written: for each written slot that is the last of its page, once all K
+and V of the call are stored. What would write K and V without that is refused.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,8 +12,13 @@ import flowlib
 from flowlib.core.errors import BackendError
 from flowlib.sglang.setup import FlowSetup
 
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool as _Pool
+else:
+    _Pool = object
 
-class FlowFields:
+
+class FlowFields(_Pool):
     """Mixed in front of SGLang's ``MHATokenToKVPool`` (or a platform's subclass of it); made by :func:`pool_class`.
 
     Attributes:
@@ -86,7 +91,9 @@ class FlowFields:
         from sglang.srt.mem_cache.memory_pool import unwrap_write_loc
 
         if layer_id_override is not None or dcp_kv_mask is not None:
-            raise BackendError("a layer writes K and V under another layer's id or under a mask, which a flow can't follow")
+            raise BackendError(
+                "a layer writes K and V under another layer's id or under a mask, which a flow can't follow"
+            )
         if cache_k.dtype != self.dtype:
             _refuse_lost_scale(layer, k_scale, v_scale)
         super().set_kv_buffer(layer, loc_info, cache_k, cache_v, k_scale, v_scale)

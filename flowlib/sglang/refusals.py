@@ -1,6 +1,6 @@
 """What a flow can't serve right, each with the flag or the layer it is about and the reason.
 
-The tables read SGLang's server arguments, its model configuration and its attention layers; nothing here imports SGLang.
+The tables read SGLang's server arguments, model configuration and attention layers; nothing here imports SGLang.
 """
 
 import os
@@ -23,7 +23,9 @@ class Refusal:
 MISSES_WRITES = "K and V would reach the pool without an update of the flow's fields"
 
 FLAGS = (
-    Refusal(lambda a: a.speculative_algorithm, "--speculative-algorithm", "draft tokens are verified by dense attention"),
+    Refusal(
+        lambda a: a.speculative_algorithm, "--speculative-algorithm", "draft tokens are verified by dense attention"
+    ),
     Refusal(lambda a: a.enable_mixed_chunk, "--enable-mixed-chunk", "decode tokens would take the dense prefill path"),
     Refusal(lambda a: a.enable_hisparse, "--enable-hisparse", "it is another sparse attention with its own pools"),
     Refusal(lambda a: a.enable_hierarchical_cache, "--enable-hierarchical-cache", MISSES_WRITES),
@@ -97,7 +99,9 @@ def refuse_layers(layers: Iterable[Any], head_dim: int, v_head_dim: int) -> None
     for layer in layers:
         for refusal in LAYERS:
             if refusal.wrong(layer):
-                raise BackendError(f"layer {layer.layer_id} has {refusal.what}, which --flow can't serve: {refusal.why}")
+                raise BackendError(
+                    f"layer {layer.layer_id} has {refusal.what}, which --flow can't serve: {refusal.why}"
+                )
         if (layer.qk_head_dim, layer.v_head_dim) != (head_dim, v_head_dim):
             raise BackendError(
                 f"layer {layer.layer_id} has heads of {layer.qk_head_dim} and {layer.v_head_dim} (K and V), "

@@ -13,7 +13,6 @@ import flowlib
 from flowlib.core.errors import BackendError, OptionError
 from flowlib.sglang.options import FlowConfig
 
-
 FIELDLESS_FLOW = "streaming_attention"
 """What dense layers are planned with: a flow that keeps nothing beside K and V."""
 
@@ -97,7 +96,7 @@ class FlowSetup:
         return -(-self.plan.field_bytes_per_page * len(self.sparse_layers) // self.facts.page_size)
 
     def plan_for(self, layer: Any) -> Any:
-        """The plan for an attention layer: softmax scale and fp8 scales are the layer's own. A dense layer's has no fields.
+        """The plan for an attention layer, with its own softmax scale and fp8 scales; a dense layer's has no fields.
 
         Args:
             layer: SGLang's ``RadixAttention``; ``scaling``, ``k_scale_float`` and ``v_scale_float`` are read.

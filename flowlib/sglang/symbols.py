@@ -156,9 +156,7 @@ TOUCHED = (
         _NATIVE,
         takes=("layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale", "layer_id_override", "dcp_kv_mask"),
     ),
-    Touch(
-        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer_prefix_valid", "refused", "extend", _NATIVE
-    ),
+    Touch("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer_prefix_valid", "refused", "extend", _NATIVE),
     Touch(
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache",
         "refused",
@@ -244,7 +242,9 @@ TOUCHED = (
         _STABLE,
         reads=("attn_tp_size", "attn_tp_rank"),
     ),
-    Touch("sglang.srt.model_executor.forward_context.get_token_to_kv_pool", "whether a flow is served", "call", _STABLE),
+    Touch(
+        "sglang.srt.model_executor.forward_context.get_token_to_kv_pool", "whether a flow is served", "call", _STABLE
+    ),
     Touch(
         "sglang.srt.platforms.interface.SRTPlatform.get_mha_kv_pool_cls",
         "the pool class of an out-of-tree platform",

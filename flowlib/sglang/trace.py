@@ -5,10 +5,10 @@ One line per decode step::
     {"step": 7, "rids": ["a1"], "seq_lens": [2011], "cached": [126], "trace_seconds": 0.004,
      "layers": {"0": {"attended": [[10, 10, 10]], "mass": [[0.93, ...]], "pages": [[[0, 4, ..., 125], ...]]}}}
 
-``cached`` has the pages of each row and ``attended`` those attended to, by row and kv head (or query head, where a flow
-chooses per query head). ``pages`` and ``mass`` are written when asked for: the logical page ids, and by row and query head
-the share of the dense attention mass that the chosen pages hold, ``exp(lse_sparse - lse_dense)``. Dense layers have
-``"dense": true``. ``trace_seconds`` is the time the step spent on all this.
+``cached`` has the pages of each row and ``attended`` those attended to, by row and kv head (or query head, where a
+flow chooses per query head). ``pages`` and ``mass`` are written when asked for: the logical page ids, and by row and
+query head the share of the dense attention mass that the chosen pages hold, ``exp(lse_sparse - lse_dense)``. Dense
+layers have ``"dense": true``. ``trace_seconds`` is the time the step spent on all this.
 """
 
 import json

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from tests.sglang.engine import generate, read_trace, with_plugin
 
 QUEST = "gqa_quest_sparse_attention"
@@ -15,7 +16,7 @@ STEPS = 2 * 8 * NEW_TOKENS
 
 def waves(prompts):
     """The eight prompts at once, then the same with longer ends: those hit the radix cache, partial pages included."""
-    return [[prompts, NEW_TOKENS], [[p + [5, 6, 7, 8, 9] for p in prompts], NEW_TOKENS]]
+    return [[prompts, NEW_TOKENS], [[[*p, 5, 6, 7, 8, 9] for p in prompts], NEW_TOKENS]]
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+
 from tests.sglang.engine import ENGINE, SERVE, SERVE_FLAGS, run, with_plugin
 
 CHECKS = """
@@ -40,22 +41,40 @@ def _keywords(model, **more):
 QUEST = "gqa_quest_sparse_attention"
 CASES = {
     "unknown flow": (("--flow", "gqa_quest_sparse_atention"), f"Did you mean '{QUEST}'?"),
-    "bad JSON": (("--flow", QUEST, "--flow-config", "{top_k: 1}"), "--flow-config is not JSON: Expecting property name"),
+    "bad JSON": (
+        ("--flow", QUEST, "--flow-config", "{top_k: 1}"),
+        "--flow-config is not JSON: Expecting property name",
+    ),
     "unknown key": (("--flow", QUEST, "--flow-config", '{"budget": 1}'), "unknown key 'budget'"),
-    "bad budget": (("--flow", QUEST, "--flow-config", '{"top_k": -2}'), "top_k is -2, expected an integer of at least 0"),
-    "backend": (("--flow", QUEST, "--decode-attention-backend", "triton"), "--decode-attention-backend is 'triton', but"),
+    "bad budget": (
+        ("--flow", QUEST, "--flow-config", '{"top_k": -2}'),
+        "top_k is -2, expected an integer of at least 0",
+    ),
+    "backend": (
+        ("--flow", QUEST, "--decode-attention-backend", "triton"),
+        "--decode-attention-backend is 'triton', but",
+    ),
     "prefill": (("--flow", QUEST, "--prefill-attention-backend", "flowlib"), "but a flow only decodes: leave it off"),
     "both": (("--flow", QUEST, "--attention-backend", "flowlib"), "--attention-backend is 'flowlib', but a flow only"),
     "no flow": (("--flow-config", "{}"), "--flow-config is given without --flow: name the flow"),
     "backend, no flow": (("--decode-attention-backend", "flowlib"), "without --flow: name the flow with --flow"),
-    "mixed chunk": (("--flow", QUEST, "--enable-mixed-chunk"), "--enable-mixed-chunk can't be used together with --flow"),
+    "mixed chunk": (
+        ("--flow", QUEST, "--enable-mixed-chunk"),
+        "--enable-mixed-chunk can't be used together with --flow",
+    ),
     "page size": (("--flow", QUEST, "--page-size", "256"), "page_size is 256, expected an integer from 1 to 128"),
     "chunk": (
         ("--flow", QUEST, "--page-size", "48", "--chunked-prefill-size", "256"),
         "--chunked-prefill-size is 256, expected a multiple of the page size 48",
     ),
-    "layer": (("--flow", QUEST, "--flow-config", '{"dense_layers": [2]}'), "dense_layers names layer 2, expected ids from"),
-    "kv dtype": (("--flow", QUEST, "--kv-cache-dtype", "fp8_e5m2"), "--kv-cache-dtype can't be used together with --flow"),
+    "layer": (
+        ("--flow", QUEST, "--flow-config", '{"dense_layers": [2]}'),
+        "dense_layers names layer 2, expected ids from",
+    ),
+    "kv dtype": (
+        ("--flow", QUEST, "--kv-cache-dtype", "fp8_e5m2"),
+        "--kv-cache-dtype can't be used together with --flow",
+    ),
     "flow file": (
         ("--flow", "mine", "--flow-config", '{"module_path": "no_such_file.py"}'),
         "no_such_file.py",

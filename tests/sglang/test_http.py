@@ -9,6 +9,7 @@ import urllib.request
 
 import pytest
 from flowlib_cpu_host import cpu_environment
+
 from tests.sglang.engine import SERVE, kill_group, read_trace
 
 FLOW = "gqa_quest_sparse_attention"

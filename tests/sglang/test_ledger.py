@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+
 from tests.sglang.engine import run
 
 CONTRACT = """
@@ -58,7 +59,7 @@ def test_every_entry_says_why_and_until_when():
     for touch in TOUCHED:
         assert touch.target.startswith("sglang.srt.")
         assert touch.how in kinds
-        assert (touch.hook is not None) == (touch.how in {"replace", "around", "after"})
+        assert bool(touch.hook) == (touch.how in {"replace", "around", "after"})
         assert touch.why
         assert touch.until
     targets = [touch.target for touch in TOUCHED]

@@ -126,7 +126,7 @@ def test_layer_is_refused_by_its_id(name, value, feature):
 
 
 def test_state_needs_the_radix_cache_off():
-    with pytest.raises(OptionError, match="keeps state per request in 'acc'.*add --disable-radix-cache"):
+    with pytest.raises(OptionError, match=r"keeps state per request in 'acc'.*add --disable-radix-cache"):
         refusals.refuse_state("h2o", ("acc",), disable_radix_cache=False)
     refusals.refuse_state("h2o", ("acc",), disable_radix_cache=True)
     refusals.refuse_state("quest", (), disable_radix_cache=False)

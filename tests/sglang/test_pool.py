@@ -1,0 +1,39 @@
+"""SGLang's KV pool with a flow's fields, written the ways SGLang writes it."""
+
+import json
+import sys
+
+import pytest
+
+from tests.sglang.engine import HERE, run
+
+
+@pytest.fixture(scope="module")
+def answer():
+    ended = run([sys.executable, str(HERE / "pool_job.py")], timeout=120)
+    assert ended.code == 0, ended.text[-4000:]
+    return json.loads(ended.text.split("ANSWER ", 1)[1].splitlines()[0])
+
+
+def test_summaries_follow_chunks_decode_tokens_and_reuse(answer):
+    assert answer["chunks"] == {"worst": 0.0, "other layer": 0.0}
+
+
+def test_float8_summaries_are_descaled(answer):
+    # a summary is stored in bfloat16: half a unit of its 8 bits of mantissa, for any scale
+    assert max(answer["float8"]) <= 2**-8
+
+
+def test_writes_that_would_leave_the_fields_behind_are_refused(answer):
+    said = answer["refused"]
+    assert said["prefix"].startswith("set_kv_buffer_prefix_valid: speculative writes leave the flow's fields behind")
+    assert said["move"].startswith("move_kv_cache: ")
+    assert said["load"].startswith("load_cpu_copy: ")
+    assert "under another layer's id" in said["other id"]
+    assert "layer 0 has an fp8 k_scale of 2.0" in said["lost scale"]
+
+
+def test_the_budget_is_told_what_the_fields_take(answer):
+    memory = answer["memory"]
+    assert memory["layers"] == [1], "dense layers keep no fields"
+    assert 0 < memory["fields"] <= memory["told"]
