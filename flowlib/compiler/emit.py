@@ -47,6 +47,8 @@ def emit_stage(stage: TileStage, spec: Spec) -> str:
     writer = KernelWriter(stage.name, spec, tile_pages(stage))
     if stage.on_write:
         _write_prologue(writer)
+    elif all(output.kind == "rows" for output in stage.outputs):
+        _row_index(writer)
     else:
         _row_prologue(writer)
     blocks: dict[int, Block] = {}
@@ -92,13 +94,17 @@ def _write_prologue(w: KernelWriter) -> None:
     w.line(f"i_page = slot // {size}")
 
 
+def _row_index(w: KernelWriter) -> None:
+    w.line("i_r = tl.program_id(0).to(tl.int64)")
+    w.line(f"i_b = i_r // {w.spec.num_kv_heads}")
+    w.line(f"i_h = i_r % {w.spec.num_kv_heads}")
+
+
 def _row_prologue(w: KernelWriter) -> None:
     spec, tile = w.spec, w.tile
     w.parameter("p_page_table", "p_seq_lens")
     w.parameter("s_page_table", "width", varying=True)
-    w.line("i_r = tl.program_id(0).to(tl.int64)")
-    w.line(f"i_b = i_r // {spec.num_kv_heads}")
-    w.line(f"i_h = i_r % {spec.num_kv_heads}")
+    _row_index(w)
     w.line(f"n_pages = (tl.load(p_seq_lens + i_b).to(tl.int64) + {spec.page_size - 1}) // {spec.page_size}")
     w.line(f"i_end = tl.minimum(n_pages, width) - {spec.eos}")
     w.line(f"i_p = tl.program_id(1) * {tile}")

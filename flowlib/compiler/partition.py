@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from flowlib.compiler.program import Buffer, Output, SegmentStage, SelectStage, Stage, TileStage
@@ -22,11 +23,12 @@ def partition(traced: Traced) -> tuple[tuple[Stage, ...], dict[str, Buffer]]:
     selection = traced.indexer.selection
     if selection is None or not isinstance(selection.op, SelectOp):
         raise FlowDefinitionError("forward_indexer: no selection to partition")
-    cutter = _Cutter(topological([selection]))
+    cutter = _Cutter(topological([*traced.indexer.stores.values(), selection]))
     for node in cutter.order:
         if isinstance(node.op, SegmentOp):
             cutter.cut(node)
     scores = cutter.materialized(selection.inputs[0], "scores", "score") if selection.inputs else None
+    cutter.save(traced.indexer.stores)
     stages += cutter.stages
     stages.append(SelectStage(selection.op, scores, selection.shape[0]))
     return tuple(stages), cutter.buffers
@@ -52,11 +54,28 @@ class _Cutter:
         suffix = f"_{count + 1}" if count else ""
         source = self.materialized(source_node, f"{label}_in{suffix}", f"before_{label}{suffix}")
         target = source
-        if self.users[id(source_node)] > 1:
+        per_row = node.format is FORMAT.BATCHED
+        if per_row or not op.aliasable or self.users[id(source_node)] > 1:
             target = f"{label}_out{suffix}"
-            self.buffers[target] = Buffer(target, node.shape)
+            self.buffers[target] = Buffer(target, node.shape, paged=not per_row)
         self.stages.append(SegmentStage(f"{label}{suffix}", op, source, target))
-        self.leaves[id(node)] = _buffer_leaf(target, node.shape)
+        self.leaves[id(node)] = _buffer_leaf(target, node.shape, node.format)
+
+    def save(self, stores: Mapping[str, Node]) -> None:
+        """Adds the stores of state fields to the last kernel, after every read of their old values."""
+        if not stores:
+            return
+        last = self.stages[-1] if self.stages else None
+        joined = isinstance(last, TileStage)
+        if joined:  # the buffer that this kernel writes is no input of it
+            written = {o.name for o in last.outputs}
+            self.leaves = {key: leaf for key, leaf in self.leaves.items() if leaf.name not in written}
+        done: dict[int, Node] = {}
+        outputs = tuple(Output(self._substituted(node, done), name, "field") for name, node in stores.items())
+        if joined:
+            self.stages[-1] = replace(last, outputs=(*last.outputs, *outputs))
+        else:
+            self.stages.append(TileStage("save", outputs))
 
     def materialized(self, node: Node, buffer: str, stage: str) -> str:
         """Name of the buffer that holds `node`; writes it in a new tile stage if none does."""
@@ -66,7 +85,7 @@ class _Cutter:
         value = self._substituted(node, {})
         self.buffers[buffer] = Buffer(buffer, node.shape)
         self.stages.append(TileStage(stage, (Output(value, buffer, "buffer"),)))
-        self.leaves[id(node)] = _buffer_leaf(buffer, node.shape)
+        self.leaves[id(node)] = _buffer_leaf(buffer, node.shape, FORMAT.RAGGED)
         return buffer
 
     def _substituted(self, node: Node, done: dict[int, Node]) -> Node:
@@ -79,5 +98,5 @@ class _Cutter:
         return known
 
 
-def _buffer_leaf(name: str, shape: tuple[int, int]) -> Node:
-    return Node(LEAF, (), FORMAT.RAGGED, shape, name=name)
+def _buffer_leaf(name: str, shape: tuple[int, int], format: FORMAT) -> Node:
+    return Node(LEAF, (), format, shape, name=name)

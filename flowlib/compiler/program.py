@@ -11,19 +11,21 @@ from flowlib.core.trace import Traced
 
 @dataclass(frozen=True)
 class Buffer:
-    """An fp32 value that crosses a kernel boundary: ``[rows, r, c, width]``, pages fastest.
+    """An fp32 value that crosses a kernel boundary: ``[rows, r, c, width]``, pages fastest, or one entry per row.
 
     Attributes:
         name: of the kernel argument.
         shape: inner sizes ``(r, c)``.
+        paged: whether it has an entry per page; else one per row, ``[bs, H * r, c]``.
     """
 
     name: str
     shape: tuple[int, int]
+    paged: bool = True
 
     def nbytes(self, rows: int, width: int) -> int:
         """Bytes for `rows` rows of `width` pages."""
-        return 4 * rows * width * self.shape[0] * self.shape[1]
+        return 4 * rows * (width if self.paged else 1) * self.shape[0] * self.shape[1]
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,27 @@ class KernelWriter:
     def let(self, expression: str, shape: Inner, *inputs: Block) -> Block:
         return Block(self._assign(self.hint, expression), shape, any(x.paged for x in inputs))
 
+    def constant(self, value: float, shape: Inner) -> Block:
+        sizes = [1, next_power_of_2(shape[0]), next_power_of_2(shape[1])]
+        return Block(self._assign(self.hint, f"tl.full({sizes}, {value!r}, tl.float32)"), shape, False)
+
+    def positions(self) -> Block:
+        return Block(self._assign(self.hint, f"o_p{_expand(0)}.to(tl.float32)"), (1, 1), True)
+
+    def lanes(self, size: int, axis: int) -> str:
+        return f"{self.offset(size)}{_expand(axis)}"
+
+    def rearranged(self, x: Block, shape: Inner, row: str, column: str) -> Block:
+        r, c = next_power_of_2(shape[0]), next_power_of_2(shape[1])
+        width = next_power_of_2(x.shape[1])
+        pages, flat = self.pages(x), self.offset(r * c)
+        indices = {"i": f"({flat} // {c})", "j": f"({flat} % {c})"}
+        last = f"{next_power_of_2(x.shape[0]) * width - 1}"
+        source = f"tl.minimum(({row.format(**indices)}) * {width} + ({column.format(**indices)}), {last})"
+        index = self._variable(f"i_{self.hint}", f"tl.broadcast_to(({source})[None, :], [{pages}, {r * c}])")
+        values = f"tl.reshape({self.fp32(x)}, [{pages}, {next_power_of_2(x.shape[0]) * width}])"
+        return self.let(f"tl.reshape(tl.gather({values}, {index}, axis=1), [{pages}, {r}, {c}])", shape, x)
+
     def padded(self, size: int) -> int:
         return next_power_of_2(size)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flowlib.core.errors import FlowlibError, FormatError, located, user_line
 from flowlib.core.formats import FORMAT, Side
-from flowlib.core.vtensor import SelectionHandle, vTensor
+from flowlib.core.vtensor import Selection, SelectionHandle, vTensor
 
 if TYPE_CHECKING:
     from flowlib.core.context import ContextBase
@@ -37,11 +37,23 @@ def dispatch(op: Op, args: Sequence[object], *, out: object, loc: object, ctx: o
         inputs, target = _split_arguments(op, args, out, context)
         op = op.bound(context.spec)
         result = None
-        if not op.takes_output:
-            result = (op.result_format([x.format for x in inputs], context.side), op.infer(*(x.shape for x in inputs)))
-        else:
+        if op.takes_output and (target is not None or not op.selection_value):
             op.infer(*(x.shape for x in inputs))
+        else:
+            shapes = [x.shape for x in inputs]
+            if op.shaped_like_output and isinstance(target, vTensor):
+                shapes = [target.shape]
+            result = (op.result_format([x.format for x in inputs], context.side), op.infer(*shapes))
         _check_formats(op, inputs, context)
+        if op.takes_output:
+            lowered = op.lower(*inputs, direct=target is not None)
+            if lowered is not None:
+                op, scores = lowered
+                inputs = (scores,)
+                if target is None:
+                    return Selection(
+                        scores.format, scores.shape, context, dtype=scores.dtype, node=scores.node, data=scores.data
+                    )
         return context.apply(op, inputs, target, result, loc)
     except FlowlibError as error:
         raise located(error, user_line()) from None
@@ -81,13 +93,21 @@ def _split_arguments(
     for label, value in zip(op.names, inputs, strict=True):
         if not isinstance(value, vTensor):
             raise FormatError(f"{name}: '{label}' is {_kind(value)}, expected a vTensor")
+    if op.shaped_like_output and target is None:
+        raise FormatError(f"{name}: 'out' is missing, expected a field such as cache['...']")
     if op.takes_output:
+        if target is None and op.selection_value:
+            return tuple(inputs), None  # type: ignore[return-value]
         if not isinstance(target, SelectionHandle):
             raise FormatError(f"{name}: the last argument is {_kind(target)}, expected 'o', the selection handle")
     elif target is not None and not isinstance(target, vTensor):
         raise FormatError(f"{name}: 'out' is {_kind(target)}, expected a field or None")
-    elif target is not None and context.side is Side.INDEXER:
-        raise FormatError(f"{name}: 'out' is {target!r}, but fields are written in forward_cache only")
+    elif op.saves and context.side is Side.CACHE:
+        raise FormatError(f"{name}: belongs into forward_indexer; in forward_cache an op takes its field as output")
+    elif op.saves and target is None:
+        raise FormatError(f"{name}: 'out' is missing, expected a field such as cache['...']")
+    elif target is not None and context.side is Side.INDEXER and not op.saves:
+        raise FormatError(f"{name}: 'out' is {target!r}, but only Save writes a field in forward_indexer")
     return tuple(inputs), target  # type: ignore[return-value]
 
 
@@ -95,7 +115,7 @@ def _check_formats(op: Op, inputs: Sequence[vTensor], context: ContextBase) -> N
     for label, x in zip(op.names, inputs, strict=True):
         if context.side is Side.CACHE and x.format is not FORMAT.PAGED:
             raise FormatError(f"{type(op).__name__}: '{label}' is {x.format.name}, expected PAGED in forward_cache")
-        if op.across_pages and x.format is FORMAT.BATCHED:
+        if op.across_pages and x is inputs[0] and x.format is FORMAT.BATCHED:
             raise FormatError(
                 f"{type(op).__name__}: '{label}' is {x!r}, expected RAGGED or PAGED: "
                 "it has one entry per row, so there are no pages to work across"

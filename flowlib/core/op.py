@@ -60,6 +60,23 @@ class Emitter(Protocol):
         """Assigns an fp32 expression to a new variable; it is paged if an input is."""
         ...
 
+    def constant(self, value: float, shape: Inner) -> Block:
+        """A block of one value."""
+        ...
+
+    def positions(self) -> Block:
+        """The logical page numbers as fp32, ``[pages, 1, 1]``."""
+        ...
+
+    def lanes(self, size: int, axis: int) -> str:
+        """The index along inner `axis` of `size`, an int32 expression that broadcasts over the other axes."""
+        ...
+
+    def rearranged(self, x: Block, shape: Inner, row: str, column: str) -> Block:
+        """The block ``[r, c]`` of `shape` whose entry (i, j) is x[row, column]; `row` and `column` are Python-like
+        integer expressions of ``{i}`` and ``{j}``."""
+        ...
+
     def padded(self, size: int) -> int:
         """The power of two that an inner axis of `size` is padded to."""
         ...
@@ -78,6 +95,12 @@ class Op:
     """Whether the call's last argument on the indexer side is ``o``."""
     across_pages: ClassVar[bool] = False
     """Whether it works along axis 0, the scored pages of a row."""
+    selection_value: ClassVar[bool] = False
+    """Whether it may be called without ``o`` and then gives a selection for Union."""
+    shaped_like_output: ClassVar[bool] = False
+    """Whether its result has the inner sizes of its output."""
+    saves: ClassVar[bool] = False
+    """Whether its output on the indexer side is a field."""
 
     def __call__(self, *args: object, out: vTensor | None = None, loc: object = None, ctx: object = None) -> Any:
         """Calls the op: ``op(x[, y], ctx=ctx)``, on the cache side ``op(x[, y], out, loc=loc, ctx=ctx)``."""
@@ -94,6 +117,10 @@ class Op:
     def bound(self, spec: Spec) -> Op:
         """This op with the parameters that depend on the spec resolved; itself if there are none."""
         return self
+
+    def lower(self, *inputs: vTensor, direct: bool) -> tuple[Op, vTensor] | None:
+        """See :meth:`SelectOp.lower`."""
+        return None
 
     def infer(self, *shapes: Inner) -> Inner:
         """Inner sizes of the result. Raises ShapeError."""
@@ -118,10 +145,27 @@ class TileOp(Op):
         raise NotImplementedError(f"{type(self).__name__}.emit")
 
 
+class SourceOp(TileOp):
+    """A tile op without inputs.
+
+    Its meaning depends on where it is used.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def values(self, width: int, like: torch.Tensor) -> torch.Tensor:
+        """The op for rows of `width` pages: ``[1, width or 1, r, c]`` in the dtype and on the device of `like`."""
+        raise NotImplementedError(f"{type(self).__name__}.values")
+
+
 class SegmentOp(Op):
     """Works across the scored pages of a row; ends a kernel."""
 
     across_pages: ClassVar[bool] = True
+    aliasable: ClassVar[bool] = True
+    """Whether the launch function may write its result over its input."""
+    in_place: ClassVar[bool] = False
+    """Whether flows of the language's first version call it for its effect on its argument."""
     kernel: ClassVar[str] = ""
     """Import string ``module:function`` of the launch function."""
 
@@ -135,16 +179,37 @@ class SegmentOp(Op):
 
 
 class SelectOp(Op):
-    """Writes the selection; the indexer ends in one."""
+    """Writes the selection; the indexer ends in one.
+
+    Args:
+        k: most pages chosen per row; ``None`` means the spec's budget.
+    """
 
     takes_output: ClassVar[bool] = True
     across_pages: ClassVar[bool] = True
     scored: ClassVar[bool] = True
     """Whether it looks at scores (False: reserved pages only)."""
 
+    def __init__(self, k: int | None = None) -> None:
+        self.k = k
+
+    def limits(self, spec: Spec) -> tuple[int, int]:
+        """(pages, 16-bit fixed-point share of a row's pages): the larger of both is the budget."""
+        if not self.scored:
+            return 0, 0
+        return (spec.top_k, spec.ratio_q16) if self.k is None else (self.k, 0)
+
     def budget(self, spec: Spec, num_pages: int) -> int:
         """Most pages chosen for a row of `num_pages` pages, the reserved ones not counted."""
-        return spec.budget(num_pages) if self.scored else 0
+        top_k, ratio = self.limits(spec)
+        return max(top_k, (num_pages * ratio) >> 16)
+
+    def lower(self, *inputs: vTensor, direct: bool) -> tuple[SelectOp, vTensor] | None:
+        """The op as calls of other ops that end in a selection of scores; ``None`` if it is one already.
+
+        `direct` says that the selection goes to ``o``; else its scores are kept as a value.
+        """
+        return None
 
     def meaning(self, x: torch.Tensor, scored: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
         """Chosen pages bool ``[R, lanes, W]`` of scores ``[R, lanes, W]``, scored pages ``[R, W]``, budgets ``[R]``."""
@@ -177,6 +242,11 @@ def broadcast(op: Op, *shapes: Inner) -> Inner:
                 )
             sizes[axis] = max(sizes[axis], shape[axis])
     return sizes[0], sizes[1]
+
+
+def is_power_of_2(n: int) -> bool:
+    """Whether `n` is a power of two."""
+    return n & (n - 1) == 0
 
 
 def check_inner_dim(op: Op, dim: object) -> int:

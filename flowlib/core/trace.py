@@ -13,7 +13,7 @@ from flowlib.core.context import ContextBase
 from flowlib.core.errors import FlowDefinitionError, FormatError, ShapeError, did_you_mean, user_line
 from flowlib.core.formats import FORMAT, Mode, Side
 from flowlib.core.graph import Field, Graph, Node
-from flowlib.core.op import LEAF, Op, Stored, check_field_dtype
+from flowlib.core.op import LEAF, Op, SegmentOp, Stored, check_field_dtype
 from flowlib.core.spec import Spec
 from flowlib.core.vtensor import SelectionHandle, vTensor
 
@@ -34,6 +34,8 @@ class ProfileContext(ContextBase):
         self.fields = fields
         self.stores: dict[str, Node] = {}
         self.selections: list[Node] = []
+        self.in_place: frozenset[int] = frozenset()
+        self.segment_calls: list[Node] = []
 
     def apply(
         self,
@@ -45,13 +47,22 @@ class ProfileContext(ContextBase):
     ) -> vTensor | None:
         nodes = tuple(self._node_of(op, x) for x in inputs)
         if result is None:
-            lanes = inputs[0].shape[0] * inputs[0].shape[1] if inputs else 1
+            lanes = inputs[0].shape[0] if inputs else 1
+            if lanes not in (1, self.spec.group_size):
+                raise ShapeError(
+                    f"{type(op).__name__}: axis 1 of 'x' is {lanes}, expected 1, or {self.spec.group_size} "
+                    "(the group size) for a selection per query head"
+                )
             self.selections.append(Node(op, nodes, FORMAT.RAGGED, (lanes, 1), where=user_line()))
             return None
         node = Node(op, nodes, *result, where=user_line())
         if isinstance(target, vTensor):
             self._store(op, target, node)
             return target
+        if isinstance(op, SegmentOp) and op.in_place:
+            if len(self.segment_calls) in self.in_place:
+                inputs[0].node = node
+            self.segment_calls.append(node)
         return vTensor(result[0], result[1], self, node=node)
 
     def check_entries(self, tensor: torch.Tensor, format: FORMAT) -> None:
@@ -74,17 +85,23 @@ class ProfileContext(ContextBase):
 
     def _node_of(self, op: Op, x: vTensor) -> Node:
         field = x.name
+        if field in self.stores and self.side is Side.INDEXER:
+            return self._stored(field, FORMAT.RAGGED)
         if self.side is Side.CACHE and field and field not in GIVEN:
             if field not in self.stores:
                 raise FlowDefinitionError(
                     f"{type(op).__name__}: field {field!r} is read before forward_cache wrote it: "
                     "a reused page still holds the last owner's bytes; compute it from 'k' and 'v'"
                 )
-            stored = self.stores[field]
-            return Node(Stored(self.fields[field].dtype), (stored,), FORMAT.PAGED, stored.shape, where=user_line())
+            return self._stored(field, FORMAT.PAGED)
         if x.node is None:
             raise FormatError(f"{type(op).__name__}: {x!r} holds data and can't be used in profile mode")
         return x.node
+
+    def _stored(self, field: str, format: FORMAT) -> Node:
+        """The value a field was given before, as the field holds it."""
+        stored = self.stores[field]
+        return Node(Stored(self.fields[field].dtype), (stored,), format, stored.shape, where=user_line())
 
     def _store(self, op: Op, target: vTensor, node: Node) -> None:
         name = target.name
@@ -191,14 +208,27 @@ def trace(flow: vFlow, spec: Spec) -> Traced:
     flow.forward_cache(CacheMapping(ctx, everything), loc, ctx)
     cache = ctx.graph()
 
-    ctx = ProfileContext(spec, Side.INDEXER, everything)
-    q_leaf = Node(LEAF, (), FORMAT.BATCHED, (spec.group_size, spec.head_dim), dtype=spec.field_dtype, name="q")
-    q = vTensor(FORMAT.BATCHED, q_leaf.shape, ctx, dtype=q_leaf.dtype, name="q", node=q_leaf)
-    flow.forward_indexer(q, SelectionHandle(ctx), CacheMapping(ctx, everything), ctx)
-    indexer = ctx.graph()
+    indexer = _trace_indexer(flow, spec, everything, frozenset())
     state = {name for name in fields if name in indexer.stores}
     fields = {n: replace(f, kind="state") if n in state else f for n, f in fields.items()}
     return Traced(flow, fields, cache, indexer)
+
+
+def _trace_indexer(flow: vFlow, spec: Spec, everything: Mapping[str, Field], in_place: frozenset[int]) -> Graph:
+    """The indexer's graph.
+
+    A Softmax or Normalize whose result nobody uses is taken as flows of the language's first version mean it: for its
+    effect on its argument. It is traced a second time so.
+    """
+    ctx = ProfileContext(spec, Side.INDEXER, everything)
+    ctx.in_place = in_place
+    q_leaf = Node(LEAF, (), FORMAT.BATCHED, (spec.group_size, spec.head_dim), dtype=spec.field_dtype, name="q")
+    q = vTensor(FORMAT.BATCHED, q_leaf.shape, ctx, dtype=q_leaf.dtype, name="q", node=q_leaf)
+    flow.forward_indexer(q, SelectionHandle(ctx), CacheMapping(ctx, everything), ctx)
+    graph = ctx.graph()
+    reached = {id(node) for node in graph.nodes()}
+    unused = frozenset(i for i, node in enumerate(ctx.segment_calls) if id(node) not in reached) - in_place
+    return _trace_indexer(flow, spec, everything, in_place | unused) if unused else graph
 
 
 def _positive(n: object) -> bool:

@@ -73,6 +73,12 @@ class vTensor:
         return _SUGAR["mean"](dim=dim)(self)  # type: ignore[call-arg]
 
 
+class Selection(vTensor):
+    """Scores ``[S, lanes, 1]`` that are -inf at the pages that are not selected."""
+
+    __slots__ = ()
+
+
 class SelectionHandle:
     """``o`` in ``forward_indexer``: a write-only handle for the selection."""
 

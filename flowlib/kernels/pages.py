@@ -1,6 +1,6 @@
-"""Segment ops along the scored pages of a row: reductions, normalisation, convolution, score filters.
+"""Segment ops along the scored pages of a row: reductions, normalisation, convolution, filters.
 
-One program works on one plane ``[W]`` of a row, block by block in page order, so that results are the same on every run.
+One program works on one plane ``[W]`` of a row, block by block in page order: results are the same on every run.
 """
 
 from __future__ import annotations

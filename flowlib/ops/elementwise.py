@@ -62,7 +62,83 @@ class Add(_Binary):
         return e.let(" + ".join(terms), broadcast(self, x.shape, y.shape), x, y)
 
 
+class Divide(_Binary):
+    """x / y."""
+
+    triton: ClassVar[str] = "{x} / {y}"
+
+    def meaning(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x / y
+
+
+class _Where(_Binary):
+    """0 where a comparison of x and y holds, -inf elsewhere: added to scores it forbids pages."""
+
+    def holds(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The comparison, bool."""
+        raise NotImplementedError(f"{type(self).__name__}.holds")
+
+    def meaning(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        true = self.holds(x, y)
+        return torch.zeros(true.shape, dtype=x.dtype, device=x.device).masked_fill(~true, float("-inf"))
+
+
+class WhereEqual(_Where):
+    """0 where x = y, -inf elsewhere."""
+
+    triton: ClassVar[str] = 'tl.where({x} == {y}, 0.0, float("-inf"))'
+
+    def holds(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x == y
+
+
+class WhereNotEqual(_Where):
+    """0 where x ≠ y, -inf elsewhere."""
+
+    triton: ClassVar[str] = 'tl.where({x} != {y}, 0.0, float("-inf"))'
+
+    def holds(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x != y
+
+
+class WhereGreater(_Where):
+    """0 where x > y, -inf elsewhere."""
+
+    triton: ClassVar[str] = 'tl.where({x} > {y}, 0.0, float("-inf"))'
+
+    def holds(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x > y
+
+
+class WhereGreaterEqual(_Where):
+    """0 where x ≥ y, -inf elsewhere."""
+
+    triton: ClassVar[str] = 'tl.where({x} >= {y}, 0.0, float("-inf"))'
+
+    def holds(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x >= y
+
+
+class WhereLess(_Where):
+    """0 where x < y, -inf elsewhere."""
+
+    triton: ClassVar[str] = 'tl.where({x} < {y}, 0.0, float("-inf"))'
+
+    def holds(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x < y
+
+
+class WhereLessEqual(_Where):
+    """0 where x ≤ y, -inf elsewhere."""
+
+    triton: ClassVar[str] = 'tl.where({x} <= {y}, 0.0, float("-inf"))'
+
+    def holds(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x <= y
+
+
 CMultiply = cache_side(Multiply)
 CMaximum = cache_side(Maximum)
 CMinimum = cache_side(Minimum)
 CAdd = cache_side(Add)
+CDivide = cache_side(Divide)

@@ -1,18 +1,22 @@
-"""Reductions inside an entry, over axis 1 or 2; the axis stays with size 1."""
+"""Reductions over axis 1 or 2 of an entry, which stays with size 1; ``dim=0`` is over the scored pages of a row."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from flowlib.core.op import Block, Emitter, Inner, TileOp, cache_side, check_inner_dim
 from flowlib.core.vtensor import sugar
+from flowlib.ops.pages import PageReduction
 
 
 class _Reduction(TileOp):
     identity: ClassVar[float] = 0.0
     """What padded lanes of the reduced axis must hold."""
+
+    def __new__(cls, dim: int = 1) -> Any:
+        return PageReduction(cls.__name__.removeprefix("C")) if dim == 0 else super().__new__(cls)
 
     def __init__(self, dim: int = 1) -> None:
         self.dim = check_inner_dim(self, dim)

@@ -22,6 +22,7 @@ class Softmax(SegmentOp):
 
     identity: ClassVar[float] = float("-inf")
     kernel: ClassVar[str] = "flowlib.kernels.segment:launch_softmax"
+    in_place: ClassVar[bool] = True
 
     def __init__(self, dim: int = 0, scale: float | None = 1.0) -> None:
         if dim != 0:

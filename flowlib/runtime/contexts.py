@@ -107,6 +107,8 @@ class RunContext(ContextBase):
         if isinstance(op, SegmentOp):
             return self._wrap(result, self._segment(op, inputs[0]))
         node = self._one_op(op, inputs, result)
+        if op.saves and isinstance(target, vTensor):
+            return self._saved(inputs[0], target)
         if self.side is Side.CACHE:
             return self._written(op, node, inputs, target, loc)
         run = self._tile_reference if self.mode is Mode.REFERENCE else self._tile_execute
@@ -120,8 +122,13 @@ class RunContext(ContextBase):
 
     def _tile_reference(self, node: Node, inputs: tuple[vTensor, ...]) -> torch.Tensor:
         values = {f"x{i}": self._rows_of(x).to(self.dtype) for i, x in enumerate(inputs)}
-        done = reference.evaluate([node], lambda leaf: values[leaf.name])[id(node)]
+        done = reference.evaluate([node], lambda leaf: values[leaf.name], self._scored(), like=self._like())[id(node)]
+        if node.format is FORMAT.RAGGED:
+            done = done.expand(-1, self.batch.width, -1, -1)
         return done.expand(self.rows, -1, *node.shape).flatten(0, 1)
+
+    def _like(self) -> torch.Tensor:
+        return torch.empty(0, dtype=self.dtype, device=self.store.device)
 
     def _rows_of(self, x: vTensor) -> torch.Tensor:
         """``[R, W or 1, r, c]`` of a vTensor of any format."""
@@ -193,8 +200,24 @@ class RunContext(ContextBase):
         size, heads = self.spec.page_size, self.spec.num_kv_heads
         pages = torch.div(loc[(loc % size == size - 1) & (loc >= 0)], size, rounding_mode="floor")
         values = {f"x{i}": _data(x).view(-1, heads, *x.shape)[pages].to(self.dtype) for i, x in enumerate(inputs)}
-        done = reference.evaluate([node], lambda leaf: values[leaf.name])[id(node)]
+        done = reference.evaluate([node], lambda leaf: values[leaf.name], like=self._like())[id(node)]
         y.view(-1, heads, *node.shape)[pages] = done.expand(-1, -1, *node.shape).to(y.dtype)
+
+    def _saved(self, x: vTensor, target: vTensor) -> vTensor:
+        """Save called alone: the value goes into the field at the scored pages."""
+        if x.shape != target.shape:
+            raise ShapeError(f"Save: 'x' is {x!r}, expected inner sizes {list(target.shape)} of 'out'")
+        if self.mode is Mode.EXECUTE:
+            leaf = Node(LEAF, (), x.format, x.shape, dtype=x.dtype, name="x0")
+            stage = TileStage("one_op", (Output(leaf, "y", "field"),))
+            self._kernel(stage).on_rows({"x0": self._strided(x), "y": _data(target)}, self.batch)
+            return target
+        rows, logical = self._scored().nonzero(as_tuple=True)
+        heads = self.spec.num_kv_heads
+        pages = self.batch.page_table[rows // heads, logical].to(torch.int64)
+        values = self._rows_of(x).expand(-1, self.batch.width, -1, -1)[rows, logical]
+        _data(target)[pages * heads + rows % heads] = values.to(self.dtype).to(_data(target).dtype)
+        return target
 
     # -- one segment op, one selection
 
@@ -203,11 +226,15 @@ class RunContext(ContextBase):
         if self.mode is Mode.REFERENCE:
             return op.meaning(rows.to(self.dtype), scored=self._scored()).flatten(0, 1)
         planes = rows.to(torch.float32).flatten(2).transpose(1, 2).contiguous()  # [R, r * c, W]
+        per_row = op.result_format([x.format], self.side) is FORMAT.BATCHED
+        y = planes.new_full(planes.shape[:2] if per_row else planes.shape, float("nan"))
         load_function(op.kernel)(
-            planes, planes, self.batch.seq_lens, num_kv_heads=self.spec.num_kv_heads, page_size=self.spec.page_size,
+            planes, y, self.batch.seq_lens, num_kv_heads=self.spec.num_kv_heads, page_size=self.spec.page_size,
             bos=self.spec.bos, eos=self.spec.eos, **op.options(),
         )  # fmt: skip
-        return planes.transpose(1, 2).reshape(self.rows * self.batch.width, *x.shape)
+        if per_row:
+            return y.view(self.rows, *x.shape)
+        return y.transpose(1, 2).reshape(self.rows * self.batch.width, *x.shape)
 
     def _select(self, op: SelectOp, inputs: tuple[vTensor, ...], o: SelectionHandle) -> None:
         from flowlib.runtime.selection import select_alone

@@ -90,20 +90,27 @@ class Executor:
                 self.tiles[stage.name].on_rows(tensors, batch)
             else:
                 self._segment(stage, out, batch)
+        top_k, ratio = selection.op.limits(spec)
         scores = None if selection.scores is None else out.workspace[selection.scores].flatten(1, 2)
         self.select(
             scores, batch.seq_lens, out.pages, out.lengths, num_kv_heads=spec.num_kv_heads, lanes=selection.lanes,
-            page_size=spec.page_size, bos=spec.bos, eos=spec.eos, top_k=spec.top_k if scores is not None else 0,
-            ratio_q16=spec.ratio_q16 if scores is not None else 0, dense_below=spec.dense_below,
+            page_size=spec.page_size, bos=spec.bos, eos=spec.eos, top_k=top_k, ratio_q16=ratio,
+            dense_below=spec.dense_below,
             scored=scores is not None, width=batch.width,
         )  # fmt: skip
 
     def _segment(self, stage: SegmentStage, out: StepOutput, batch: Batch) -> None:
         spec = self.plan.spec
         self.segments[stage.name](
-            out.workspace[stage.source].flatten(1, 2), out.workspace[stage.target].flatten(1, 2), batch.seq_lens,
+            out.workspace[stage.source].flatten(1, 2), self._target(stage, out), batch.seq_lens,
             num_kv_heads=spec.num_kv_heads, page_size=spec.page_size, bos=spec.bos, eos=spec.eos, **stage.op.options(),
         )  # fmt: skip
+
+    def _target(self, stage: SegmentStage, out: StepOutput) -> torch.Tensor:
+        target = out.workspace[stage.target]
+        if self.plan.program.buffers[stage.target].paged:
+            return target.flatten(1, 2)
+        return target.view(target.shape[0] * self.plan.spec.num_kv_heads, -1)
 
     def attend_lists(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
         """Attention over the page lists in `out`."""

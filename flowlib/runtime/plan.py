@@ -132,8 +132,14 @@ class Plan:
         elif impl == "triton" and device.type != "cuda":
             raise BackendError(f"impl='triton' on {device.type} tensors: expected cuda, or CPU tensors interpreted")
 
+    def prepare(self, impl: str, device: torch.device) -> None:
+        """Checks that `impl` runs on `device` and loads its kernels, so that nothing later can fail for that."""
+        self.check_impl(impl, device)
+        if impl == "triton":
+            self._executor  # noqa: B018  (loaded here, used later)
+
     def update(self, store: KVStore, loc: torch.Tensor, impl: str = "reference") -> None:
-        """Runs ``forward_cache`` for the pages whose last slot is in `loc` (int64 ``[T]``); K and V are stored already."""
+        """Runs ``forward_cache`` for the pages whose last slot is in `loc` (int64 ``[T]``), their K and V stored."""
         self.check_impl(impl, store.device)
         if impl == "triton":
             self._executor.update(store, loc)
@@ -180,7 +186,10 @@ class Plan:
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        work = {n: empty(rows * heads, *b.shape, width) for n, b in self.program.buffers.items()}
+        work = {
+            n: empty(rows * heads, *b.shape, width) if b.paged else empty(rows, heads * b.shape[0], b.shape[1])
+            for n, b in self.program.buffers.items()
+        }
         if splits > 1:
             work["partial_o"] = empty(rows, spec.num_heads, splits, spec.dv)
             work["partial_lse"] = empty(rows, spec.num_heads, splits)
@@ -199,7 +208,7 @@ class Plan:
         )
 
     def launch(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
-        """The step as Triton kernels into `out`, unchecked: no allocation, no wait, capturable in a CUDA graph."""
+        """The step as Triton kernels into `out`, unchecked: allocates nothing, never waits, capturable."""
         out.seq_lens = batch.seq_lens
         if batch.size:
             self._executor.choose(q, store, batch, out)

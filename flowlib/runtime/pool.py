@@ -75,7 +75,7 @@ class KVStore:
         if loc.dtype not in (torch.int64, torch.int32) or loc.dim() != 1:
             raise BatchError(f"write: loc is {loc.dtype} {list(loc.shape)}, expected int64 [T]")
         _check_range("write: loc", loc, self.num_pages * spec.page_size)
-        self.plan.check_impl(impl, self.device)
+        self.plan.prepare(impl, self.device)
         slots = loc.to(torch.int64)
         self.k[slots] = _stored(k, spec.k_scale, spec.kv_dtype)
         self.v[slots] = _stored(v, spec.v_scale, spec.kv_dtype)

@@ -11,7 +11,7 @@ import torch
 from flowlib.core.errors import BackendError
 from flowlib.core.formats import FORMAT
 from flowlib.core.graph import Graph, Node, topological
-from flowlib.core.op import SegmentOp, SelectOp, TileOp
+from flowlib.core.op import SegmentOp, SelectOp, SourceOp, TileOp
 from flowlib.core.spec import Spec
 from flowlib.runtime.batch import Batch
 from flowlib.runtime.pool import KVStore
@@ -32,7 +32,11 @@ class Attended:
 
 
 def evaluate(
-    outputs: Iterable[Node], leaf: Callable[[Node], torch.Tensor], scored: torch.Tensor | None = None
+    outputs: Iterable[Node],
+    leaf: Callable[[Node], torch.Tensor],
+    scored: torch.Tensor | None = None,
+    *,
+    like: torch.Tensor,
 ) -> dict[int, torch.Tensor]:
     """Values of all nodes that `outputs` reach, by ``id(node)``.
 
@@ -40,12 +44,15 @@ def evaluate(
         outputs: the nodes wanted; select ops are left to the caller.
         leaf: value of a leaf; leading axes of all leaves broadcast, the last two are the entry's.
         scored: bool ``[R, W]``, the pages segment ops see.
+        like: gives dtype and device of constants.
     """
     values: dict[int, torch.Tensor] = {}
     for node in topological(outputs):
         inputs = [values[id(x)] for x in node.inputs if id(x) in values]
         if node.name:
             values[id(node)] = leaf(node)
+        elif isinstance(node.op, SourceOp):
+            values[id(node)] = node.op.values(0 if scored is None else scored.shape[1], like)
         elif isinstance(node.op, TileOp):
             values[id(node)] = node.op.meaning(*inputs)
         elif isinstance(node.op, SegmentOp) and scored is not None:
@@ -66,7 +73,7 @@ def update_fields(graph: Graph, store: KVStore, loc: torch.Tensor, dtype: torch.
     def leaf(node: Node) -> torch.Tensor:
         return _page_tokens(node.name, store, pages, dtype)
 
-    values = evaluate(graph.stores.values(), leaf)
+    values = evaluate(graph.stores.values(), leaf, like=torch.empty(0, dtype=dtype, device=store.device))
     for name, node in graph.stores.items():
         field = store.fields[name]
         field[pages] = values[id(node)].expand(-1, -1, *node.shape).to(field.dtype)
@@ -78,46 +85,67 @@ def num_pages_of(batch: Batch, spec: Spec) -> torch.Tensor:
 
 
 def step(plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch, dtype: torch.dtype) -> Attended:
-    """One decode step: scores, selection, attention, all in `dtype`."""
-    chosen, scores = select(plan, q, store, batch, dtype)
-    pages, lengths = page_lists(chosen, num_pages_of(batch, plan.spec), plan.spec, plan.max_selected)
+    """One decode step: scores, selection, attention, all in `dtype`; state fields are saved at its end."""
+    counts = num_pages_of(batch, plan.spec)
+    rows = _Rows(plan, store, batch, q, dtype)
+    chosen, scores, saved = rows.select()
+    pages, lengths = page_lists(chosen, counts, plan.spec, plan.max_selected)
     o, lse = attend(q, store, batch, pages, plan.spec, dtype)
+    rows.save(saved)
     return Attended(o, lse, pages, lengths, scores)
 
 
-def select(
-    plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The selection op's choice, bool ``[R, lanes, W]``, and its scores ``[R, lanes, W]``."""
-    spec, heads = plan.spec, plan.spec.num_kv_heads
-    pages_of_row = num_pages_of(batch, spec)
-    width = int(pages_of_row.max()) if pages_of_row.numel() else 0
-    logical = torch.arange(width, device=batch.device)
-    owned = logical < pages_of_row[:, None]  # [bs, W]
-    scored = (logical >= spec.bos) & (logical < pages_of_row[:, None] - spec.eos)
-    scored = scored.repeat_interleave(heads, 0)
-    table = torch.where(owned, batch.page_table[:, :width], 0).to(torch.int64)
+class _Rows:
+    """The indexer of one step, over all rows at once: values are ``[R, W or 1, r, c]``."""
 
-    def leaf(node: Node) -> torch.Tensor:
+    def __init__(self, plan: Plan, store: KVStore, batch: Batch, q: torch.Tensor, dtype: torch.dtype) -> None:
+        self.plan, self.store, self.batch, self.q, self.dtype = plan, store, batch, q, dtype
+        self.heads = plan.spec.num_kv_heads
+        self.counts = num_pages_of(batch, plan.spec)
+        self.width = int(self.counts.max()) if self.counts.numel() else 0
+        logical = torch.arange(self.width, device=batch.device)
+        owned = logical < self.counts[:, None]  # [bs, W]
+        self.table = torch.where(owned, batch.page_table[:, : self.width], 0).to(torch.int64)
+        scored = (logical >= plan.spec.bos) & (logical < self.counts[:, None] - plan.spec.eos)
+        self.scored = scored.repeat_interleave(self.heads, 0)  # [R, W]
+
+    def select(self) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+        """The choice, bool ``[R, lanes, W]``, its scores ``[R, lanes, W]``, and the values to save by field."""
+        graph, spec = self.plan.program.traced.indexer, self.plan.spec
+        selection = graph.selection
+        if selection is None or not isinstance(selection.op, SelectOp):
+            raise BackendError("the graph has no selection")
+        like = torch.empty(0, dtype=self.dtype, device=self.batch.device)
+        values = evaluate([*graph.stores.values(), *selection.inputs], self._leaf, self.scored, like=like)
+        scores = None
+        if selection.inputs:
+            entries = values[id(selection.inputs[0])].expand(len(self.scored), self.width, -1, -1)
+            scores = entries.squeeze(-1).transpose(1, 2)
+        budgets = torch.tensor([selection.op.budget(spec, n) for n in self.counts.tolist()], device=self.batch.device)
+        budgets = budgets.to(torch.int64).repeat_interleave(self.heads)
+        chosen = selection.op.meaning(scores, self.scored, budgets)  # type: ignore[arg-type]
+        whole = (self.batch.seq_lens <= spec.dense_below).repeat_interleave(self.heads)
+        saved = {
+            name: values[id(node)].expand(len(self.scored), self.width, *node.shape)
+            for name, node in graph.stores.items()
+        }
+        return chosen | whole[:, None, None], scores, saved
+
+    def save(self, saved: dict[str, torch.Tensor]) -> None:
+        """Writes state fields at the scored pages."""
+        rows, logical = self.scored.nonzero(as_tuple=True)
+        pages = self.table[rows // self.heads, logical]
+        for name, values in saved.items():
+            field = self.store.fields[name]
+            field[pages, rows % self.heads] = values[rows, logical].to(field.dtype)
+
+    def _leaf(self, node: Node) -> torch.Tensor:
+        spec = self.plan.spec
         if node.format is FORMAT.BATCHED:
-            return q.reshape(batch.size * heads, 1, spec.group_size, spec.head_dim).to(dtype)
-        entries = _page_tokens(node.name, store, table.flatten(), dtype)  # [bs*W, H, r, c]
-        return entries.view(batch.size, width, heads, *node.shape).transpose(1, 2).flatten(0, 1)
-
-    selection = plan.program.traced.indexer.selection
-    if selection is None or not isinstance(selection.op, SelectOp):
-        raise BackendError("the graph has no selection")
-    scores = None
-    if selection.inputs:
-        values = evaluate(selection.inputs, leaf, scored)
-        rows = values[id(selection.inputs[0])].expand(-1, width, -1, -1)
-        scores = rows.squeeze(-1).transpose(1, 2)  # [R, lanes, W]
-    budgets = torch.tensor(
-        [selection.op.budget(spec, n) for n in pages_of_row.tolist()], dtype=torch.int64, device=batch.device
-    ).repeat_interleave(heads)
-    chosen = selection.op.meaning(scores, scored, budgets)  # type: ignore[arg-type]
-    whole = (batch.seq_lens <= spec.dense_below).repeat_interleave(heads)
-    return chosen | whole[:, None, None], scores
+            return self.q.reshape(len(self.scored), 1, spec.group_size, spec.head_dim).to(self.dtype)
+        entries = _page_tokens(node.name, self.store, self.table.flatten(), self.dtype)  # [bs * W, H, r, c]
+        entries = entries.view(self.batch.size, self.width, self.heads, *node.shape)
+        return entries.transpose(1, 2).flatten(0, 1)
 
 
 def page_lists(

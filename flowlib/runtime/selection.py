@@ -28,7 +28,7 @@ def select_alone(
     load_function("flowlib.kernels.select:launch_select")(
         None if scores is None else scores.to(torch.float32), batch.seq_lens, pages, lengths, lanes=lanes,
         num_kv_heads=spec.num_kv_heads, page_size=spec.page_size, bos=spec.bos, eos=spec.eos,
-        top_k=spec.top_k if op.scored else 0, ratio_q16=spec.ratio_q16 if op.scored else 0, dense_below=0,
+        top_k=op.limits(spec)[0], ratio_q16=op.limits(spec)[1], dense_below=0,
         scored=op.scored, width=batch.width,
     )  # fmt: skip
     return pages, lengths
