@@ -9,6 +9,7 @@
 
 from flowlib.testing.inputs import Scene, fill_nan, ragged_lengths, reverse_interleaved, scene
 from flowlib.testing.oracles import Oracle, attention, dense_attention, has_oracle, oracle, oracle_of, tokens_of
+from flowlib.testing.own_reference import ReferenceOracle
 from flowlib.testing.tolerance import (
     Expected,
     Judgement,
@@ -29,6 +30,7 @@ __all__ = [
     "Expected",
     "Judgement",
     "Oracle",
+    "ReferenceOracle",
     "Scene",
     "StageResult",
     "VerifyReport",

@@ -32,7 +32,7 @@ class Scene:
         q: ``[rows, H_q, D]`` in the spec's field dtype.
         lengths: tokens of each request.
         pages: physical pages of each request, in logical order.
-        k, v: per request ``[length, H_kv, D]`` and ``[length, H_kv, Dv]`` as stored: in kv_dtype, before k_scale and v_scale.
+        k, v: per request ``[length, H_kv, D]`` and ``[length, H_kv, Dv]`` as stored: in kv_dtype, not yet scaled.
         rows: for each row of the batch its request and the tokens it sees.
     """
 
@@ -76,7 +76,7 @@ def fill_nan(x: torch.Tensor) -> None:
 
 
 def ragged_lengths(spec: Spec) -> list[int]:
-    """Lengths around every edge of a spec: none, one token, page bounds, the budget's last dense page, and far beyond it."""
+    """Lengths around every edge of a spec: 0, one token, page bounds, the budget's last dense page, far beyond it."""
     size, covered = spec.page_size, (spec.top_k + spec.bos + spec.eos) * spec.page_size
     longest = min(spec.max_pages * size, 2 * covered + 5 * size - size // 2)
     wanted = [0, 1, size, size + 1, covered - size // 2, covered, covered + 1, longest]
@@ -108,7 +108,8 @@ def scene(
         raise BatchError("scene: lengths is empty, expected at least one request")
     counts = [-(-n // spec.page_size) for n in lengths]
     if any(n < 0 for n in lengths) or max(counts, default=0) > spec.max_pages:
-        raise BatchError(f"scene: lengths are {list(lengths)}, expected from 0 to {spec.max_pages * spec.page_size} tokens each")
+        most = spec.max_pages * spec.page_size
+        raise BatchError(f"scene: lengths are {list(lengths)}, expected from 0 to {most} tokens each")
     generator = torch.Generator().manual_seed(seed)
     k = tuple(_draw(generator, (n, spec.num_kv_heads, spec.head_dim), spec.kv_dtype) for n in lengths)
     v = tuple(_draw(generator, (n, spec.num_kv_heads, spec.dv), spec.kv_dtype) for n in lengths)
@@ -124,7 +125,7 @@ def scene(
 
 
 def reverse_interleaved(counts: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Physical pages for requests of some page counts: one page each in turn, from the pool's end down, every fifth left out.
+    """Physical pages for requests of some page counts: one each in turn, from the pool's end down, a fifth left out.
 
     Returns:
         pages of each request, and the size of a pool that holds them.
@@ -163,7 +164,7 @@ def _rows(lengths: Sequence[int], q_lens: Sequence[int] | None) -> tuple[tuple[i
 def _write(
     pool: PagedPool, spec: Spec, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor], pages: Sequence[Sequence[int]]
 ) -> None:
-    """Stores every request: all tokens but the last in one call, the last ones of all requests in another, as serving does."""
+    """Stores every request as serving does: all tokens but the last in one call, the last ones of all in another."""
     size = spec.page_size
     slots = [
         torch.tensor([own[t // size] * size + t % size for t in range(len(x))], dtype=torch.int64)

@@ -1,6 +1,6 @@
 """One implementation's step over a scene, held against an oracle stage by stage.
 
-Each stage starts from what the implementation itself left behind by the stage before (its stored fields, its scores, its page
+Each stage starts from what the implementation itself made in the stage before (its stored fields, its scores, its page
 lists), so an error shows in the stage that made it, and tolerances do not pile up.
 """
 
@@ -144,7 +144,7 @@ def judge_fields(run: Run, oracle: Oracle) -> dict[str, tuple[Judgement, str]]:
 def _field_of(oracle: Oracle, name: str, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
     fields = oracle.fields(k, v, spec)
     if name not in fields:
-        raise OptionError(f"{type(oracle).__name__}.fields gives {sorted(fields)}, expected the flow's field {name!r} too")
+        raise OptionError(f"{type(oracle).__name__}.fields gives {sorted(fields)}, expected {name!r} of the flow too")
     return fields[name]
 
 
@@ -246,9 +246,9 @@ def judge_selection(
 ) -> tuple[Judgement, str]:
     """Page lists, by the scores they picked.
 
-    Exact, on the implementation's own scores: ascending lists, reserved pages once, as many pages as the budget says, none
-    better left out, ties to the lower page. And the oracle's scores of what was picked may fall short of the best left out
-    by twice `slack`, what scores may be off.
+    Exact, on the implementation's own scores: ascending lists, reserved pages once, as many pages as the budget says,
+    none better left out, ties to the lower page. And the oracle's scores of what was picked may fall short of the best
+    left out by twice `slack`, what scores may be off.
     """
     spec, lists = run.scene.spec, run.out.pages.shape[1]
     lanes = lists // spec.num_kv_heads
@@ -289,7 +289,7 @@ def _judge_list(
         return f"reserved pages {missing} are not attended", 0.0
     chosen = [p - spec.bos for p in pages if p in scored]
     if seen <= spec.dense_below:
-        return ("" if len(pages) == num_pages else f"{len(pages)} of {num_pages} pages, expected all (dense_below)"), 0.0
+        return "" if len(pages) == num_pages else f"pages {pages}, expected all {num_pages} (dense_below)", 0.0
     values = torch.zeros(len(scored)) if own is None else own[spec.bos : spec.bos + len(scored)]
     fewest, most = oracle.counts(values, num_pages, spec)
     if not fewest <= len(chosen) <= most:

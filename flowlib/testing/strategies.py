@@ -1,4 +1,4 @@
-"""Hypothesis strategies for specs, ragged lengths and scenes; needs the package hypothesis (``pip install flowlib[test]``)."""
+"""Hypothesis strategies for specs, ragged lengths and scenes; needs hypothesis (``pip install 'flowlib[test]'``)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def specs(
     group_sizes: tuple[int, ...] = GROUP_SIZES,
     max_pages: int = 24,
 ) -> st.SearchStrategy[Spec]:
-    """Specs with odd sizes, budgets by number and by ratio, with and without reserved pages at the front, ALiBi and Dv != D."""
+    """Specs with odd sizes, Dv != D, ALiBi, budgets by number and by ratio, and none to three reserved pages."""
 
     @st.composite
     def draw_spec(draw: st.DrawFn) -> Spec:
@@ -56,10 +56,12 @@ def specs(
 
 
 def lengths(spec: Spec, max_requests: int = 4) -> st.SearchStrategy[list[int]]:
-    """Lengths of 1 to `max_requests` requests: none, page bounds and their neighbours, and anything up to ``max_pages``."""
+    """Lengths of 1 to `max_requests` requests: 0, page bounds and their neighbours, anything up to ``max_pages``."""
     longest = spec.max_pages * spec.page_size
     bounds = st.builds(
-        lambda pages, off: min(max(pages * spec.page_size + off, 0), longest), st.integers(0, spec.max_pages), st.integers(-1, 1)
+        lambda pages, off: min(max(pages * spec.page_size + off, 0), longest),
+        st.integers(0, spec.max_pages),
+        st.integers(-1, 1),
     )
     return st.lists(st.just(0) | bounds | st.integers(0, longest), min_size=1, max_size=max_requests)
 

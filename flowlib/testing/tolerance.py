@@ -4,24 +4,25 @@ For a result kept in dtype T and computed in dtype C (float32 in kernels, float6
 
     tolerance = 2 · max|f_C(x) - f_64(x)|  +  eps(T) · |f_64(x)|  +  γ_n(C) · (Σ_i |x_i · ∂f/∂x_i| + |f_64(x)|)
 
-1. Twice the error of a straightforward evaluation: the same formula in torch, in C, rounded to T. The largest error of the
-   tensor counts, so that an element which came out exact by luck sets no bar of zero.
+1. Twice the error of a straightforward evaluation: the same formula in torch, in C, rounded to T. The largest error of
+   the tensor counts, so that an element which came out exact by luck sets no bar of zero.
 2. One rounding step of T: an exact value still has to be stored.
 3. One step of accumulation. A sum of n products in any order is the exact sum of inputs perturbed by at most
    γ_n = n·u / (1 - n·u) relative, u the unit roundoff of C (Higham, Accuracy and Stability of Numerical Algorithms,
-   section 3.1); to first order such a perturbation moves f by γ_n · Σ|x_i · ∂f/∂x_i|. It matters where T is as fine as C,
-   and the straightforward evaluation happened to add in a luckier order (pairwise) than the kernel (one after the other).
+   section 3.1); to first order such a perturbation moves f by γ_n · Σ|x_i · ∂f/∂x_i|. It matters where T is as fine as
+   C, and the straightforward evaluation happened to add in a luckier order (pairwise) than the kernel (one by one).
    |f| itself is added for the roundings of elementary functions and normalisers, which scale with the value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 Function = Callable[..., torch.Tensor]
+_GRADIENT_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -137,26 +138,38 @@ def condition(function: Function, inputs: Sequence[torch.Tensor], *, independent
     Args:
         function: differentiable almost everywhere.
         inputs: its arguments.
-        independent: axis 0 of the output and of every input counts entries that do not see each other; the gradients of
-            all entries are then taken at once.
+        independent: axis 0 of the output and of every input counts entries that do not see each other; the gradients
+            of all entries are then taken at once.
     """
     leaves = [x.detach().clone().requires_grad_() for x in upcast(*inputs)]
     with torch.enable_grad():
         out = function(*leaves)
-        total = torch.zeros(out.shape, dtype=torch.float64)
-        if out.numel() == 0 or not out.requires_grad:
-            return total
-        entries = out.flatten(1).sum(0) if independent else out.flatten()
-        for i, entry in enumerate(entries):
-            gradients = torch.autograd.grad(entry, leaves, retain_graph=True, allow_unused=True)
-            for x, g in zip(leaves, gradients, strict=True):
-                if g is None:
-                    continue
-                moved = (x.detach() * g).abs().nan_to_num(0.0, 0.0, 0.0)
-                if independent:
-                    total.flatten(1)[:, i] += moved.flatten(1).sum(1)
-                else:
-                    total.view(-1)[i] += moved.sum()
+    if out.numel() == 0 or not out.requires_grad:
+        return torch.zeros(out.shape, dtype=torch.float64)
+    entries = len(out) if independent else 1
+    targets = out.reshape(entries, -1)
+    moved = [_moved(targets, leaves, chosen, entries) for chosen in _chunks(targets.shape[1], leaves)]
+    return torch.cat(moved, 1).view(out.shape)
+
+
+def _chunks(count: int, leaves: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Indices of outputs whose gradients together hold at most _GRADIENT_ELEMENTS numbers."""
+    size = max(1, _GRADIENT_ELEMENTS // max(1, sum(x.numel() for x in leaves)))
+    return torch.arange(count).split(size)
+
+
+def _moved(targets: torch.Tensor, leaves: list[torch.Tensor], chosen: torch.Tensor, entries: int) -> torch.Tensor:
+    """Σ|x · ∂f/∂x| ``[entries, len(chosen)]`` of the `chosen` columns of `targets` ``[entries, m]``."""
+    directions = torch.zeros(len(chosen), *targets.shape, dtype=torch.float64)
+    directions[torch.arange(len(chosen)), :, chosen] = 1.0
+    gradients = torch.autograd.grad(
+        targets, leaves, directions, retain_graph=True, allow_unused=True, is_grads_batched=True
+    )
+    total = torch.zeros(entries, len(chosen), dtype=torch.float64)
+    for x, g in zip(leaves, gradients, strict=True):
+        if g is not None:
+            change = (x.detach() * g).abs().nan_to_num(0.0, 0.0, 0.0)
+            total += change.reshape(len(chosen), entries, -1).sum(2).T
     return total
 
 

@@ -4,8 +4,9 @@
     print(report)
     report.ok, report.failures
 
-Stages: every field from K and V, scores from q and fields, the selection by the scores it picked, attention's o and lse, and the
-state a step leaves. ``reference`` runs in float64, so its tolerances are float64's; ``triton`` runs in fp32 over the pool's dtype.
+Stages: every field from K and V, scores from q and fields, the selection by the scores it picked, attention's o and
+lse, and the state a step leaves. ``reference`` runs in float64, so its tolerances are float64's; ``triton`` runs in
+fp32 over the pool's dtype. Fields are stored in their own dtype by both.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ import torch
 
 from flowlib.core.errors import OptionError
 from flowlib.core.flow import vFlow
-from flowlib.core.op import SelectOp
 from flowlib.core.spec import Spec
-from flowlib.runtime import reference
 from flowlib.runtime.api import build, profile
 from flowlib.runtime.plan import IMPLEMENTATIONS, Plan
 from flowlib.testing import stages
 from flowlib.testing.inputs import scene
-from flowlib.testing.oracles import Oracle, Pages, has_oracle, oracle_of
+from flowlib.testing.oracles import Oracle, has_oracle, oracle_of
+from flowlib.testing.own_reference import ReferenceOracle
 from flowlib.testing.tolerance import Judgement
 
 STATE_STEPS = 3
@@ -106,71 +106,29 @@ class VerifyReport:
     def __str__(self) -> str:
         lines = [f"{self.flow}: {'ok' if self.ok else 'FAILED'} (oracle: {self.oracle})"]
         for (stage, impl), r in self.worst().items():
-            verdict = "ok" if r.ok else "FAILED"
-            lines.append(f"  {stage:<20} {impl:<10} error {r.error:.2e}  tolerance {r.tolerance:.2e}  {verdict}  {r.case}")
+            numbers = f"error {r.error:.2e}  tolerance {r.tolerance:.2e}  {'ok' if r.ok else 'FAILED'}"
+            lines.append(f"  {stage:<20} {impl:<10} {numbers}  {r.case}")
         for impl in self.impls:
             kept, total = self.attended[impl], self.cached[impl]
-            lines.append(f"  {impl}: {kept} of {total} pages attended, {total - kept} skipped, {self.seconds[impl]:.1f} s")
+            skipped = f"{total - kept} skipped, {self.seconds[impl]:.1f} s"
+            lines.append(f"  {impl}: {kept} of {total} pages attended, {skipped}")
         lines += [f"  {r.impl}, {r.stage}, {r.case}: {r.note}" for r in self.failures]
         return "\n".join([*lines, *(f"  note: {n}" for n in self.notes)])
 
 
-class ReferenceOracle(Oracle):
-    """A flow's own graph in float64, row by row: the oracle of a flow nobody wrote one for."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def fields(self, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> dict[str, torch.Tensor]:
-        stores = self.plan.program.traced.cache.stores
-        given = {"k": k, "v": v}
-        values = reference.evaluate(stores.values(), lambda leaf: given[leaf.name])
-        return {name: values[id(node)].to(k.dtype).expand(len(k), *node.shape) for name, node in stores.items()}
-
-    def scores(self, q: torch.Tensor, pages: Pages, spec: Spec) -> torch.Tensor | None:
-        selection = self.plan.program.traced.indexer.selection
-        if selection is None or not selection.inputs:
-            return None
-        n = len(pages["position"])
-        values = reference.evaluate(
-            selection.inputs,
-            lambda leaf: q[None, None] if leaf.name == "q" else pages[leaf.name][None],
-            torch.ones(1, n, dtype=torch.bool),
-        )
-        return values[id(selection.inputs[0])].expand(1, n, -1, -1)[0, :, :, 0].T
-
-    def counts(self, scores: torch.Tensor, num_pages: int, spec: Spec, slack: float = 0.0) -> tuple[int, int]:
-        selection = self.plan.program.traced.indexer.selection
-        if selection is None or not isinstance(selection.op, SelectOp) or not len(scores):
-            return 0, 0
-        budget = torch.tensor([selection.op.budget(spec, num_pages)])
-        chosen = selection.op.meaning(scores[None, None], torch.ones(1, len(scores), dtype=torch.bool), budget)
-        return (int(chosen.sum()),) * 2
-
-
 def default_cases(flow: vFlow, overrides: Mapping[str, object] | None = None) -> list[Case]:
-    """The specs a flow is tried on: fp32 and bf16, groups of 1, 3, 4 and 8, four page sizes, odd and even head sizes, ALiBi,
-    no and several reserved pages, a budget by ratio, several query tokens.
+    """The specs a flow is tried on.
+
+    fp32 and bf16, groups of 1, 3, 4 and 8, four page sizes, head sizes that are no power of two, ALiBi, no and several
+    reserved pages, a budget by ratio, several query tokens.
 
     Args:
         flow: gives the page size of the first case.
         overrides: numbers of the spec that hold in every case.
     """
-    page_size = flow.default_page_size
-    small = {"num_kv_heads": 2, "max_pages": 40, "max_batch": 16}
-    wanted: list[tuple[dict[str, object], dict[str, tuple[int, ...]]]] = [
-        ({"page_size": page_size, "head_dim": 64, "group_size": 4, "kv_dtype": torch.bfloat16, "top_k": 3}, {}),
-        ({"page_size": 5, "head_dim": 80, "v_head_dim": 48, "group_size": 3, "kv_dtype": torch.float32, "top_k": 2, "bos": 2,
-          "eos": 3, "alibi": True}, {}),
-        ({"page_size": 64, "head_dim": 128, "group_size": 8, "num_kv_heads": 1, "kv_dtype": torch.bfloat16, "top_k": 1,
-          "top_k_ratio": 0.3, "bos": 0}, {"lengths": (129, 577, 0, 321)}),
-        ({"page_size": 1, "head_dim": 96, "group_size": 1, "num_kv_heads": 3, "kv_dtype": torch.float32, "top_k": 7}, {}),
-        ({"page_size": page_size, "head_dim": 64, "group_size": 4, "kv_dtype": torch.float32, "top_k": 2, "scale": 0.3},
-         {"lengths": (7 * page_size + 1, 2 * page_size, 9 * page_size + page_size // 2), "q_lens": (2, 0, 3)}),
-    ]  # fmt: skip
     cases = []
-    for numbers, requests in wanted:
-        given = {**small, **numbers, **(overrides or {})}
+    for numbers, requests in _tried(flow.default_page_size):
+        given = {**_SMALL, **numbers, **(overrides or {})}
         if given.pop("alibi", False) and "alibi_slopes" not in given:
             heads = int(given["group_size"]) * int(given["num_kv_heads"])  # type: ignore[call-overload]
             given["alibi_slopes"] = tuple(2.0 ** -(h + 1) for h in range(heads))
@@ -178,6 +136,24 @@ def default_cases(flow: vFlow, overrides: Mapping[str, object] | None = None) ->
         fits = all(-(-n // spec.page_size) <= spec.max_pages for n in requests.get("lengths", ()))
         cases.append(Case(_label(spec), spec, **(requests if fits else {})))
     return cases
+
+
+_SMALL = {"num_kv_heads": 2, "max_pages": 40, "max_batch": 16}
+
+
+def _tried(size: int) -> list[tuple[dict[str, object], dict[str, tuple[int, ...]]]]:
+    """Numbers of a spec, and lengths and q_lens where they are not the usual ones; `size` is the flow's page size."""
+    fp32, bf16 = {"kv_dtype": torch.float32}, {"kv_dtype": torch.bfloat16}
+    several = {"lengths": (7 * size + 1, 2 * size, 9 * size + size // 2), "q_lens": (2, 0, 3)}
+    return [
+        ({**bf16, "page_size": size, "head_dim": 64, "group_size": 4, "top_k": 3}, {}),
+        ({**fp32, "page_size": 5, "head_dim": 80, "v_head_dim": 48, "group_size": 3, "top_k": 2, "bos": 2, "eos": 3,
+          "alibi": True}, {}),
+        ({**bf16, "page_size": 64, "head_dim": 128, "group_size": 8, "num_kv_heads": 1, "top_k": 1, "top_k_ratio": 0.3,
+          "bos": 0}, {"lengths": (129, 577, 0, 321)}),
+        ({**fp32, "page_size": 1, "head_dim": 96, "group_size": 1, "num_kv_heads": 3, "top_k": 7}, {}),
+        ({**fp32, "page_size": size, "head_dim": 64, "group_size": 4, "top_k": 2, "scale": 0.3}, several),
+    ]  # fmt: skip
 
 
 def verify_flow(

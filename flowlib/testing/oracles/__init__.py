@@ -1,6 +1,7 @@
 """Independent float64 oracles: every built-in flow a second time, from its formula, without flowlib's ops.
 
-One flow is one small class; :func:`oracle_of` finds it by the flow's name, ``verify_flow(..., oracle=...)`` takes another.
+One flow is one small class; :func:`oracle_of` finds it by the flow's name, and ``verify_flow(..., oracle=...)`` takes
+another.
 """
 
 from flowlib.testing.oracles import block_sparse, quest, streaming  # noqa: F401  (each registers its oracles)

@@ -13,8 +13,14 @@ from flowlib.core.spec import Spec
 
 @dataclass(frozen=True)
 class Attention:
-    """o ``[H, Dv]``, lse ``[H]`` (natural log), and ``mass`` ``[H, Dv]``: Σ_j w_j · |v_j|; ``logit`` ``[H]``: the largest
-    Σ_d |scale · q_d · k_jd| + |bias_j| (both for tolerances)."""
+    """Attention of H heads.
+
+    Attributes:
+        o: ``[H, Dv]``.
+        lse: ``[H]``, natural log.
+        mass: ``[H, Dv]``, Σ_j w_j · |v_j| (for tolerances).
+        logit: ``[H]``, the largest Σ_d |scale · q_d · k_jd| + |bias_j| (for tolerances).
+    """
 
     o: torch.Tensor
     lse: torch.Tensor

@@ -12,8 +12,8 @@ from flowlib.core.errors import OptionError, did_you_mean
 from flowlib.core.spec import Spec
 
 Pages = Mapping[str, torch.Tensor]
-"""The pages of one row by name: ``k`` ``[n, page_size, D]``, ``v`` ``[n, page_size, Dv]``, ``position`` ``[n, 1, 1]`` (logical
-index) and each field ``[n, r, c]``."""
+"""Pages of one row by name: ``k`` ``[n, page_size, D]``, ``v`` ``[n, page_size, Dv]``, each field ``[n, r, c]``, and
+``position`` ``[n, 1, 1]``, their logical index."""
 
 OracleType = TypeVar("OracleType", bound="type[Oracle]")
 _ORACLES: dict[str, type[Oracle]] = {}
@@ -22,17 +22,31 @@ _ORACLES: dict[str, type[Oracle]] = {}
 class Oracle:
     """A flow written a second time, from its formula, for one kv head of one request.
 
-    Methods take and return torch tensors of one floating dtype and are right in float64; they know nothing of page tables,
-    physical pages or batches. A flow's options are arguments of ``__init__``, under the flow's names.
+    Methods take and return torch tensors of one floating dtype and are right in float64; they know nothing of page
+    tables, physical pages or batches. A flow's options are arguments of ``__init__``, under the flow's names.
     """
 
     def fields(self, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> dict[str, torch.Tensor]:
-        """Fields of n finished pages: name to ``[n, r, c]``, from k ``[n, page_size, D]`` and v ``[n, page_size, Dv]``."""
+        """Fields of n finished pages: name to ``[n, r, c]``.
+
+        Args:
+            k: ``[n, page_size, D]``, de-scaled.
+            v: ``[n, page_size, Dv]``, de-scaled.
+            spec: the numbers the flow runs for.
+        """
         return {}
 
     def scores(self, q: torch.Tensor, pages: Pages, spec: Spec) -> torch.Tensor | None:
-        """Scores ``[lanes, n]`` of the n >= 1 scored pages of a row, in their order; lanes is 1, or G for a selection per
-        query head. q is ``[G, D]``. ``None``: the flow scores nothing."""
+        """Scores of the n >= 1 scored pages of a row, in their order.
+
+        Args:
+            q: ``[G, D]``.
+            pages: see :data:`Pages`.
+            spec: the numbers the flow runs for.
+
+        Returns:
+            ``[1, n]``, ``[G, n]`` for a selection per query head, or ``None`` where the flow scores nothing.
+        """
         raise NotImplementedError(f"{type(self).__name__}.scores")
 
     def state(self, q: torch.Tensor, pages: Pages, spec: Spec) -> dict[str, torch.Tensor]:
@@ -47,7 +61,7 @@ class Oracle:
         """
         budget = max(spec.top_k, num_pages * round(spec.top_k_ratio * 65536) // 65536)
         eligible = sum(1 for s in scores.tolist() if s > float("-inf"))
-        return (min(budget, eligible),) * 2
+        return min(budget, eligible), min(budget, eligible)
 
 
 def oracle(*names: str) -> Callable[[OracleType], OracleType]:
@@ -69,7 +83,7 @@ def oracle_of(name: str, **options: object) -> Oracle:
     """The oracle of a flow.
 
     Args:
-        name: the flow's registered name or an alias.
+        name: the flow's registered name, or an alias once the flow is registered.
         options: the flow's options.
 
     Raises:

@@ -1,0 +1,62 @@
+"""A flow's own graph as its oracle, for flows nobody wrote one for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flowlib.core.graph import Node
+from flowlib.core.op import SelectOp
+from flowlib.core.spec import Spec
+from flowlib.runtime import reference
+from flowlib.runtime.plan import Plan
+from flowlib.testing.oracles import Oracle, Pages
+
+
+class ReferenceOracle(Oracle):
+    """The graph of a plan in float64, one row at a time: no page table, no batch."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def fields(self, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> dict[str, torch.Tensor]:
+        stores = self.plan.program.traced.cache.stores
+        given = {"k": k, "v": v}
+
+        def leaf(node: Node) -> torch.Tensor:
+            return given[node.name]
+
+        values = reference.evaluate(stores.values(), leaf, like=k)
+        return {name: values[id(node)].to(k.dtype).expand(len(k), *node.shape) for name, node in stores.items()}
+
+    def scores(self, q: torch.Tensor, pages: Pages, spec: Spec) -> torch.Tensor | None:
+        selection = self.plan.program.traced.indexer.selection
+        if selection is None or not selection.inputs:
+            return None
+        return self._row(q, pages, selection.inputs[:1])[0][:, :, 0].T
+
+    def state(self, q: torch.Tensor, pages: Pages, spec: Spec) -> dict[str, torch.Tensor]:
+        stores = self.plan.program.traced.indexer.stores
+        values = self._row(q, pages, tuple(stores.values())) if stores else []
+        return {n: x.expand(-1, *node.shape) for (n, node), x in zip(stores.items(), values, strict=True)}
+
+    def counts(self, scores: torch.Tensor, num_pages: int, spec: Spec, slack: float = 0.0) -> tuple[int, int]:
+        selection = self.plan.program.traced.indexer.selection
+        if selection is None or not isinstance(selection.op, SelectOp) or not len(scores):
+            return 0, 0
+        budget = torch.tensor([selection.op.budget(spec, num_pages)])
+        chosen = selection.op.meaning(scores[None, None], torch.ones(1, len(scores), dtype=torch.bool), budget)
+        return int(chosen.sum()), int(chosen.sum())
+
+    def _row(self, q: torch.Tensor, pages: Pages, outputs: Sequence[Node]) -> list[torch.Tensor]:
+        """Values ``[n, r, c]`` of the scored pages; reserved ones before them are copies of the first, not scored."""
+        n, first = len(pages["position"]), int(pages["position"][0])
+        entries = torch.tensor([0] * first + list(range(n)))
+
+        def leaf(node: Node) -> torch.Tensor:
+            return q[None, None] if node.name == "q" else pages[node.name][entries][None]
+
+        scored = (torch.arange(first + n) >= first)[None]
+        values = reference.evaluate(outputs, leaf, scored, like=q)
+        return [values[id(node)].expand(1, first + n, -1, -1)[0, first:] for node in outputs]
