@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 _HEAD_TILE = 16
-_TILE = {1: (128, 4), 2: (64, 2), 4: (32, 4)}  # bytes a value -> (tokens a tile, stages), from a sweep on an H200
+# bytes a value -> (tokens a tile, warps, pipeline stages); those of 1 and 2 bytes from a sweep on an H200
+_TILE = {1: (128, 4, 4), 2: (64, 4, 2), 4: (32, 8, 2)}
 _TILE_BYTES = 96 * 1024
-_NUM_WARPS = 4
 _MERGE_BLOCK = 128
 
 _PROGRAMS = 512
@@ -180,7 +180,7 @@ def launch_attend(
     else:
         out, out_lse, s_o, s_lse = o, lse, (*o.stride()[:2], 0), (*lse.stride(), 0)
     itemsize = 4 if tl.float32 in (qk_type, pv_type) else k.element_size()
-    block, stages = _tile(d0 + d1 + dv0 + dv1, itemsize)
+    block, warps, stages = _tile(d0 + d1 + dv0 + dv1, itemsize)
     attend_kernel[(lengths.numel() * triton.cdiv(heads, _HEAD_TILE), num_splits)](
         q, k, v, page_table, seq_lens, pages, lengths, alibi_slopes, out, out_lse,
         scale * k_scale * 1.4426950408889634, v_scale,
@@ -188,7 +188,7 @@ def launch_attend(
         pages.shape[-1],
         H=num_kv_heads, G=group_size, LANES=lanes, PAGE=page_size, D=head_dim, D0=d0, D1=d1, DV=v_head_dim, DV0=dv0,
         DV1=dv1, QK_TYPE=qk_type, PV_TYPE=pv_type, HEADS=heads, BH=_HEAD_TILE, BT=block,
-        num_warps=_NUM_WARPS, num_stages=stages,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if num_splits > 1:
         block = min(_MERGE_BLOCK, triton.next_power_of_2(v_head_dim))
@@ -214,9 +214,9 @@ def _dot_types(q: Any, k: Any, v: Any) -> tuple[tl.dtype, tl.dtype]:
     return qk_type, _LOW_PRECISION.get(str(v.dtype), tl.float32)
 
 
-def _tile(lanes: int, itemsize: int) -> tuple[int, int]:
-    """(tokens a tile, pipeline stages); a tile of `lanes` K and V values a token stays within its share of memory."""
-    block, stages = _TILE[itemsize]
+def _tile(lanes: int, itemsize: int) -> tuple[int, int, int]:
+    """(tokens a tile, warps, stages); a tile of `lanes` K and V values a token stays within its share of memory."""
+    block, warps, stages = _TILE[itemsize]
     while block > 16 and block * lanes * itemsize > _TILE_BYTES:
         block //= 2
-    return block, stages
+    return block, warps, stages

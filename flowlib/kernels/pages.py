@@ -105,32 +105,34 @@ def conv1d_kernel(
 
 
 @triton.jit
-def _mass(p_x, o_w, s_page, first, last, top, SOFTMAX: tl.constexpr):
+def _mass(p_x, o_w, s_page, first, last, top, scale, SOFTMAX: tl.constexpr):
     """Unnormalised mass of the pages that may be kept, 0 for the others."""
     m_scored = (o_w >= first) & (o_w < last)
     # [BW]
     b_x = tl.load(p_x + o_w.to(tl.int64) * s_page, mask=m_scored, other=float("-inf"))
     m_kept = b_x > float("-inf")
     if SOFTMAX:
-        b_x = tl.exp2((b_x - top) * 1.4426950408889634)
+        b_x = tl.exp2((b_x - top) * scale)
     return tl.where(m_kept, b_x, 0.0)
 
 
 @triton.jit
-def _above(p_x, s_page, n_pages, first, last, top, key, COUNT: tl.constexpr, SOFTMAX: tl.constexpr, BW: tl.constexpr):
+def _above(
+    p_x, s_page, n_pages, first, last, top, scale, key, COUNT: tl.constexpr, SOFTMAX: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
     """How many pages, or how much mass, have a key of at least `key`."""
     total = tl.zeros((), tl.float32)
     for o in tl.range(0, n_pages, BW):
         o_w = o + tl.arange(0, BW)
         b_key = _keys(p_x, o_w, s_page, first, last)
-        b_m = (b_key > 0).to(tl.float32) if COUNT else _mass(p_x, o_w, s_page, first, last, top, SOFTMAX)
+        b_m = (b_key > 0).to(tl.float32) if COUNT else _mass(p_x, o_w, s_page, first, last, top, scale, SOFTMAX)
         total += tl.sum(tl.where(b_key >= key, b_m, 0.0))
     return total
 
 
 @triton.jit
 def filter_kernel(
-    p_x, p_y, p_seq_lens, s_x_row, s_x_plane, s_x_page, s_y_row, s_y_plane, s_y_page, W, bos, eos, k, p,
+    p_x, p_y, p_seq_lens, s_x_row, s_x_plane, s_x_page, s_y_row, s_y_plane, s_y_page, W, bos, eos, k, p, scale,
     H: tl.constexpr, PLANES: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr, SOFTMAX: tl.constexpr,
     BW: tl.constexpr,
 ):  # fmt: skip
@@ -145,20 +147,20 @@ def filter_kernel(
         # [BW]
         b_x = tl.load(p_x + o_w.to(tl.int64) * s_x_page, mask=m_scored, other=float("-inf"))
         top = tl.maximum(top, tl.max(tl.where(b_x > float("-inf"), b_x, float("-inf"))))
-    everything = _above(p_x, s_x_page, n_pages, first, last, top, tl.full((), 1, tl.uint32), COUNT, SOFTMAX, BW)
+    everything = _above(p_x, s_x_page, n_pages, first, last, top, scale, tl.full((), 1, tl.uint32), COUNT, SOFTMAX, BW)
     goal = tl.minimum(everything, k.to(tl.float32)) if COUNT else everything * p
     threshold = tl.zeros((), tl.uint32)
     for i_bit in tl.static_range(31, -1, -1):
         candidate = threshold | (1 << i_bit)
-        above = _above(p_x, s_x_page, n_pages, first, last, top, candidate, COUNT, SOFTMAX, BW)
+        above = _above(p_x, s_x_page, n_pages, first, last, top, scale, candidate, COUNT, SOFTMAX, BW)
         threshold = tl.where(above >= goal, candidate, threshold)
-    rest = goal - _above(p_x, s_x_page, n_pages, first, last, top, threshold + 1, COUNT, SOFTMAX, BW)
+    rest = goal - _above(p_x, s_x_page, n_pages, first, last, top, scale, threshold + 1, COUNT, SOFTMAX, BW)
     taken = tl.zeros((), tl.float32)
     for o in tl.range(0, n_pages, BW):
         o_w = o + tl.arange(0, BW)
         b_key = _keys(p_x, o_w, s_x_page, first, last)
         m_tied = (b_key == threshold) & (b_key > 0)
-        b_m = (b_key > 0).to(tl.float32) if COUNT else _mass(p_x, o_w, s_x_page, first, last, top, SOFTMAX)
+        b_m = (b_key > 0).to(tl.float32) if COUNT else _mass(p_x, o_w, s_x_page, first, last, top, scale, SOFTMAX)
         b_m = tl.where(m_tied, b_m, 0.0)
         m_taken = (b_key > threshold) | (m_tied & (taken + tl.cumsum(b_m, 0) - b_m < rest))
         taken += tl.sum(b_m)
@@ -216,28 +218,30 @@ def launch_keep_top(
     x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, k: int
 ) -> None:
     """y = x at the k best scored pages of fp32 ``[R, n, W]``, ties to the lower page, else -inf. y may be x."""
-    _launch_filter(x, y, seq_lens, num_kv_heads, page_size, bos, eos, k=k, p=0.0, count=True, softmax=False)
+    _launch_filter(x, y, seq_lens, num_kv_heads, page_size, bos, eos, k=k, p=0.0, count=True, softmax_scale=None)
 
 
 def launch_keep_nucleus(
-    x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, p: float, softmax: bool
-) -> None:
+    x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, p: float,
+    softmax_scale: float | None,
+) -> None:  # fmt: skip
     """y = x at the fewest scored pages of fp32 ``[R, n, W]`` with mass of at least p of the whole, else -inf.
 
-    Mass is the softmax of x, or x itself. Ties go to the lower page. y may be x.
+    Mass is softmax(softmax_scale * x), or x itself where that is None. Ties go to the lower page. y may be x.
     """
-    _launch_filter(x, y, seq_lens, num_kv_heads, page_size, bos, eos, k=0, p=p, count=False, softmax=softmax)
+    _launch_filter(x, y, seq_lens, num_kv_heads, page_size, bos, eos, k=0, p=p, count=False, softmax_scale=softmax_scale)
 
 
 def _launch_filter(
     x: Any, y: Any, seq_lens: Any, num_kv_heads: int, page_size: int, bos: int, eos: int, *,
-    k: int, p: float, count: bool, softmax: bool,
+    k: int, p: float, count: bool, softmax_scale: float | None,
 ) -> None:  # fmt: skip
     rows, planes, width = x.shape
     block, warps = _block(width)
     filter_kernel[(rows * planes,)](
         x, y, seq_lens, *x.stride(), *y.stride(), width, bos, eos, min(k, width), p,
-        H=num_kv_heads, PLANES=planes, PAGE=page_size, COUNT=count, SOFTMAX=softmax, BW=block, num_warps=warps,
+        (softmax_scale or 0.0) * 1.4426950408889634,
+        H=num_kv_heads, PLANES=planes, PAGE=page_size, COUNT=count, SOFTMAX=softmax_scale is not None, BW=block, num_warps=warps,
     )  # fmt: skip
 
 
