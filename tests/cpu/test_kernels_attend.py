@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import math
+import mmap
 from dataclasses import dataclass, replace
 
 import pytest
@@ -175,6 +176,16 @@ def test_strides_of_queries_and_pool_are_free():
     q = torch.full((8, case.heads * case.group * 2, 64), math.nan)
     q[::2, ::2] = problem.q
     check(case, replace(problem, k=wide[..., 4:68], v=wide[..., 100:132], q=q[::2, ::2]))
+
+
+def test_slots_beyond_two_to_the_31_elements():
+    case = Case(heads=1, group=2, dtype=torch.bfloat16, width=3)
+    problem = make(case)
+    stride, far = 1 << 22, 608  # the far slots' offset is 2.5e9 elements; untouched memory costs nothing
+    pool = torch.frombuffer(mmap.mmap(-1, (far + 256) * stride * 2), dtype=torch.bfloat16)
+    k, v = (pool.as_strided((far + problem.k.shape[0], 1, 64), (stride, 64, 1), start) for start in (0, 64))
+    k[far:], v[far:] = problem.k, problem.v
+    check(case, replace(problem, k=k, v=v, table=problem.table + far // case.page))
 
 
 def test_splits_do_not_change_the_answer():
