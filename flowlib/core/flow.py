@@ -26,6 +26,8 @@ class vFlow:
 
     default_page_size: ClassVar[int] = 16
     """Page size used where none is given."""
+    flow_name: ClassVar[str] = ""
+    """The name it is registered under."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

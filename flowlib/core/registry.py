@@ -37,6 +37,7 @@ def register(name: str, *aliases: str) -> Callable[[FlowType], FlowType]:
                     "choose another name"
                 )
         _FLOWS[name] = flow_type
+        flow_type.flow_name = name
         _ALIASES.update(dict.fromkeys(aliases, name))
         return flow_type
 

@@ -218,7 +218,7 @@ def launch_keep_top(
     x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, k: int
 ) -> None:
     """y = x at the k best scored pages of fp32 ``[R, n, W]``, ties to the lower page, else -inf. y may be x."""
-    _launch_filter(x, y, seq_lens, num_kv_heads, page_size, bos, eos, k=k, p=0.0, count=True, softmax_scale=None)
+    _launch_filter(x, y, seq_lens, num_kv_heads, page_size, bos, eos, k=k, p=0.0, softmax_scale=None)
 
 
 def launch_keep_nucleus(
@@ -229,19 +229,20 @@ def launch_keep_nucleus(
 
     Mass is softmax(softmax_scale * x), or x itself where that is None. Ties go to the lower page. y may be x.
     """
-    _launch_filter(x, y, seq_lens, num_kv_heads, page_size, bos, eos, k=0, p=p, count=False, softmax_scale=softmax_scale)
+    _launch_filter(x, y, seq_lens, num_kv_heads, page_size, bos, eos, k=None, p=p, softmax_scale=softmax_scale)
 
 
 def _launch_filter(
     x: Any, y: Any, seq_lens: Any, num_kv_heads: int, page_size: int, bos: int, eos: int, *,
-    k: int, p: float, count: bool, softmax_scale: float | None,
+    k: int | None, p: float, softmax_scale: float | None,
 ) -> None:  # fmt: skip
     rows, planes, width = x.shape
     block, warps = _block(width)
     filter_kernel[(rows * planes,)](
-        x, y, seq_lens, *x.stride(), *y.stride(), width, bos, eos, min(k, width), p,
+        x, y, seq_lens, *x.stride(), *y.stride(), width, bos, eos, width if k is None else min(k, width), p,
         (softmax_scale or 0.0) * 1.4426950408889634,
-        H=num_kv_heads, PLANES=planes, PAGE=page_size, COUNT=count, SOFTMAX=softmax_scale is not None, BW=block, num_warps=warps,
+        H=num_kv_heads, PLANES=planes, PAGE=page_size, COUNT=k is not None, SOFTMAX=softmax_scale is not None, BW=block,
+        num_warps=warps,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 from flowlib.core.errors import OptionError
 from flowlib.core.formats import FORMAT, Side
 from flowlib.core.op import Inner, SegmentOp
+from flowlib.core.spec import Spec
 
 _IDENTITY = {"Sum": 0.0, "Mean": 0.0, "L2Norm": 0.0, "Max": float("-inf"), "Min": float("inf")}
 
@@ -139,14 +140,18 @@ class KeepTop(SegmentOp):
 class KeepNucleus(SegmentOp):
     """The fewest scored pages with mass ≥ p, best first, ties to the lower page; -inf for all others.
 
-    Mass is softmax(x) over the scored pages, or x itself. What ``topP`` is made of.
+    Mass is softmax(scale · x) over the scored pages, or x itself. What ``topP`` is made of.
     """
 
     kernel: ClassVar[str] = "flowlib.kernels.pages:launch_keep_nucleus"
 
-    def __init__(self, p: float, input: str) -> None:
+    def __init__(self, p: float, input: str, scale: float | None) -> None:
         self.p = p
         self.input = input
+        self.scale = scale
+
+    def bound(self, spec: Spec) -> KeepNucleus:
+        return self if self.scale is not None else KeepNucleus(self.p, self.input, spec.softmax_scale)
 
     def infer(self, x: Inner) -> Inner:
         return x
@@ -156,7 +161,8 @@ class KeepNucleus(SegmentOp):
         kept = x.masked_fill(~eligible, float("-inf"))
         if self.input == "logits":
             top = kept.amax(1, keepdim=True) if x.shape[1] else kept
-            mass = (kept - top.masked_fill(top == float("-inf"), 0.0)).exp()
+            scale = 1.0 if self.scale is None else self.scale
+            mass = (scale * (kept - top.masked_fill(top == float("-inf"), 0.0))).exp()
         else:
             mass = x.masked_fill(~eligible, 0.0)
         order = kept.sort(dim=1, descending=True, stable=True).indices
@@ -167,7 +173,7 @@ class KeepNucleus(SegmentOp):
         return x.masked_fill(~chosen, float("-inf"))
 
     def options(self) -> dict[str, object]:
-        return {"p": self.p, "softmax": self.input == "logits"}
+        return {"p": self.p, "softmax_scale": self.scale if self.input == "logits" else None}
 
 
 def best(x: torch.Tensor, scored: torch.Tensor, k: int | torch.Tensor) -> torch.Tensor:

@@ -77,14 +77,15 @@ class topP(topK):
     Args:
         p: share of the mass, in (0, 1].
         max_k: most pages; ``None`` means no limit.
-        input: ``"logits"`` (mass is their softmax over the scored pages) or ``"mass"``.
+        input: ``"logits"`` (mass is softmax(scale · x) over the scored pages) or ``"mass"``.
+        scale: factor of logits; ``None`` means the spec's attention scale.
 
     Source: Lin et al., Twilight: Adaptive Attention Sparsity with Hierarchical Top-p Pruning (arXiv:2502.02770).
     """
 
     selection_value: ClassVar[bool] = True
 
-    def __init__(self, p: float, max_k: int | None = None, input: str = "logits") -> None:
+    def __init__(self, p: float, max_k: int | None = None, input: str = "logits", scale: float | None = 1.0) -> None:
         SelectOp.__init__(self, UNBOUNDED if max_k is None else _pages("topP", "max_k", max_k))
         if not 0.0 < p <= 1.0:
             raise OptionError(f"topP: p is {p}, expected a number above 0 and at most 1")
@@ -92,9 +93,10 @@ class topP(topK):
             raise OptionError(f"topP: input is {input!r}, expected 'logits' or 'mass'")
         self.p = float(p)
         self.input = input
+        self.scale = scale
 
     def lower(self, x: vTensor, *, direct: bool) -> tuple[SelectOp, vTensor]:
-        return _limited(self.k, KeepNucleus(self.p, self.input)(x), direct)
+        return _limited(self.k, KeepNucleus(self.p, self.input, self.scale)(x), direct)
 
 
 class Threshold(topK):
