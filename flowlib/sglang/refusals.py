@@ -114,7 +114,7 @@ def refuse_state(name: str, state_fields: tuple[str, ...], disable_radix_cache: 
     if state_fields and not disable_radix_cache:
         fields = ", ".join(repr(f) for f in state_fields)
         raise OptionError(
-            f"--flow {name} keeps state per request in {fields}, and the radix cache shares pages between requests: "
+            f"flow {name!r} keeps state per request in {fields}, and the radix cache shares pages between requests: "
             "add --disable-radix-cache"
         )
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.sglang.engine import ENGINE, SERVE, SERVE_FLAGS, run, with_plugin
+from tests.sglang.engine import ENGINE, HERE, SERVE, SERVE_FLAGS, run, with_plugin
 
 CHECKS = """
 import json, sys
@@ -75,6 +75,16 @@ CASES = {
         ("--flow", QUEST, "--kv-cache-dtype", "fp8_e5m2"),
         "--kv-cache-dtype can't be used together with --flow",
     ),
+    "state": (
+        (
+            "--flow",
+            "running_mean",
+            "--flow-config",
+            json.dumps({"module_path": str(HERE / "flows" / "running_mean.py")}),
+        ),
+        "flow 'running_mean' keeps state per request in 'running', and the radix cache shares pages between requests: "
+        "add --disable-radix-cache",
+    ),
     "flow file": (
         ("--flow", "mine", "--flow-config", '{"module_path": "no_such_file.py"}'),
         "no_such_file.py",
@@ -92,6 +102,7 @@ def answers(tiny_model):
         "prefill given": _words(tiny_model, "--flow", QUEST, "--attention-backend", "torch_native"),
         "keywords": _keywords(tiny_model, flow=QUEST, flow_config={"top_k": 3}),
         "keyword text": _keywords(tiny_model, flow=QUEST, flow_config='{"top_k": 3}'),
+        "state, no radix cache": _words(tiny_model, *CASES["state"][0], "--disable-radix-cache"),
         "no flow at all": _words(tiny_model),
     }
     cases = {name: _words(tiny_model, *words) for name, (words, _) in CASES.items()} | good
@@ -113,6 +124,7 @@ def test_the_flow_chooses_backend_and_page_size_only_when_they_are_not_given(ans
     assert answers["page size given"]["args"][2] == 32
     assert answers["page size one"]["args"][2] == 1
     assert answers["prefill given"]["args"][3:] == ["flowlib", "torch_native"]
+    assert answers["state, no radix cache"]["args"][0] == "running_mean"
     assert answers["keywords"]["args"] == answers["keyword text"]["args"]
     assert answers["keywords"]["args"][1] == '{"top_k": 3}'
 
@@ -125,6 +137,14 @@ def test_the_command_line_exits_non_zero_with_the_message(tiny_model):
     ended = run([*SERVE, "--model-path", str(tiny_model), "--flow", "no_such_flow"], timeout=90)
     assert ended.code not in (0, None)
     assert "flowlib: can't serve --flow no_such_flow:" in ended.text
+
+
+def test_what_only_the_scheduler_can_see_ends_the_server_too(tiny_model, tmp_path):
+    config = json.dumps({"trace": str(tmp_path / "missing" / "trace.jsonl")})
+    command = [*SERVE, "--model-path", str(tiny_model), "--flow", QUEST, "--flow-config", config]
+    ended = run(command, timeout=120)
+    assert ended.code not in (0, None)
+    assert f"flowlib: can't serve --flow {QUEST}: --flow-config: trace can't be written to" in ended.text
 
 
 def test_a_hook_that_does_not_take_ends_the_server(tiny_model, tmp_path):
