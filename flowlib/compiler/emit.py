@@ -72,16 +72,19 @@ def tile_pages(stage: TileStage) -> int:
     """Pages per program: a power of two, such that the largest block has about TILE_ELEMENTS elements."""
     if stage.on_write or all(output.kind == "rows" for output in stage.outputs):
         return 1
-    nodes = topological(output.node for output in stage.outputs)
-    largest = max(next_power_of_2(n.shape[0]) * next_power_of_2(n.shape[1]) for n in nodes)
-    return max(1, min(MAX_TILE_PAGES, TILE_ELEMENTS // largest))
+    return max(1, min(MAX_TILE_PAGES, TILE_ELEMENTS // _largest(stage)))
 
 
 def num_warps(stage: TileStage) -> int:
     """Warps of a stage's kernel: one per 2,048 elements of its largest block, 1 to 8."""
+    return max(1, min(8, next_power_of_2(tile_pages(stage) * _largest(stage) // 2048 or 1)))
+
+
+def _largest(stage: TileStage) -> int:
+    """Elements per page of the largest block that has a page axis."""
     nodes = topological(output.node for output in stage.outputs)
-    largest = max(next_power_of_2(n.shape[0]) * next_power_of_2(n.shape[1]) for n in nodes)
-    return max(1, min(8, next_power_of_2(tile_pages(stage) * largest // 2048 or 1)))
+    paged = [n for n in nodes if n.format is not FORMAT.BATCHED] or nodes
+    return max(next_power_of_2(n.shape[0]) * next_power_of_2(n.shape[1]) for n in paged)
 
 
 def _write_prologue(w: KernelWriter) -> None:

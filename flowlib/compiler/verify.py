@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flowlib.core.errors import FlowDefinitionError
+from flowlib.core.errors import FlowDefinitionError, OptionError
+from flowlib.core.spec import Spec
 from flowlib.core.trace import GIVEN, Traced
 
 
@@ -33,3 +34,13 @@ def verify(traced: Traced) -> None:
     unknown = read - set(traced.fields) - {*GIVEN, "q"}
     if unknown:
         raise FlowDefinitionError(f"{flow}: forward_indexer reads {sorted(unknown)}, which no field of this flow is")
+
+
+def check_state(traced: Traced, spec: Spec) -> None:
+    """Raises OptionError where a spec asks for what a flow with state can't do."""
+    state = [f.name for f in traced.fields.values() if f.kind == "state"]
+    if state and spec.dense_below:
+        raise OptionError(
+            f"{type(traced.flow).__name__}: dense_below is {spec.dense_below}, expected 0 for a flow with state "
+            f"({', '.join(state)}): every step must score its row"
+        )

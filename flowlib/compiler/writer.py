@@ -64,6 +64,10 @@ class KernelWriter:
     def let(self, expression: str, shape: Inner, *inputs: Block) -> Block:
         return Block(self._assign(self.hint, expression), shape, any(x.paged for x in inputs))
 
+    def same(self, expression: str, x: Block) -> Block:
+        cast = f"({expression}).to({x.name}.dtype)"
+        return Block(self._assign(self.hint, cast), x.shape, x.paged, x.dtype, 0.0 if x.pad == 0.0 else None)
+
     def constant(self, value: float, shape: Inner) -> Block:
         sizes = [1, next_power_of_2(shape[0]), next_power_of_2(shape[1])]
         return Block(self._assign(self.hint, f"tl.full({sizes}, {value!r}, tl.float32)"), shape, False)

@@ -60,6 +60,10 @@ class Emitter(Protocol):
         """Assigns an fp32 expression to a new variable; it is paged if an input is."""
         ...
 
+    def same(self, expression: str, x: Block) -> Block:
+        """Assigns an elementwise expression of `x` that is exact in the dtype of `x` and keeps 0 where it is 0."""
+        ...
+
     def constant(self, value: float, shape: Inner) -> Block:
         """A block of one value."""
         ...

@@ -37,6 +37,11 @@ class GeMM(TileOp):
         rows, depth = e.pages(y) * e.padded(y.shape[0]), e.padded(x.shape[1])
         if x.shape[0] > 1 and not x.paged and min(rows, depth) >= MIN_DOT:
             return e.let(self._dot(e, x, y, rows, depth), shape, x, y)
+        columns = e.pages(x) * e.padded(x.shape[0])
+        if y.shape[0] > 1 and not y.paged and min(columns, depth) >= MIN_DOT:
+            swapped = Block("", (x.shape[0], y.shape[0]), x.paged)
+            text = self._dot(e, y, x, columns, depth)
+            return e.let(f"tl.permute({text}, (0, 2, 1))", shape, swapped)
         left, right = e.filled(y, self.identity, 2), e.filled(x, self.identity, 2)
         if x.shape[0] == 1:
             return e.let(f"tl.sum({left} * {right}, axis=2, keep_dims=True)", shape, x, y)

@@ -15,6 +15,8 @@ from flowlib.core.spec import Spec
 class Softmax(SegmentOp):
     """exp(scale·x − max) / Σ over the scored pages ``[bos, S - eos)`` of the row; reserved pages get 0.
 
+    A row whose scored pages are all -inf gives NaN, which is never selected.
+
     Args:
         dim: 0, the pages.
         scale: factor of x; ``None`` means the spec's attention scale.
@@ -45,10 +47,8 @@ class Softmax(SegmentOp):
     def meaning(self, x: torch.Tensor, *, scored: torch.Tensor) -> torch.Tensor:
         outside = ~scored[:, :, None, None]
         logits = ((1.0 if self.scale is None else self.scale) * x).masked_fill(outside, float("-inf"))
-        top = logits.amax(1, keepdim=True)
-        weights = (logits - top.masked_fill(top == float("-inf"), 0.0)).exp()
-        total = weights.sum(1, keepdim=True)
-        return (weights / total.masked_fill(total == 0, 1.0)).masked_fill(outside, 0.0)
+        weights = (logits - logits.amax(1, keepdim=True)).exp() if x.shape[1] else logits
+        return (weights / weights.sum(1, keepdim=True)).masked_fill(outside, 0.0)
 
     def options(self) -> dict[str, object]:
         return {"scale": self.scale}
