@@ -28,7 +28,7 @@ class ReferenceOracle(Oracle):
             return given[node.name]
 
         values = reference.evaluate(stores.values(), leaf, like=k)
-        return {name: values[id(node)].to(k.dtype).expand(len(k), *node.shape) for name, node in stores.items()}
+        return {name: _entries(values[id(node)], len(k), node) for name, node in stores.items()}
 
     def scores(self, q: torch.Tensor, pages: Pages, spec: Spec) -> torch.Tensor | None:
         selection = self.plan.program.traced.indexer.selection
@@ -41,7 +41,7 @@ class ReferenceOracle(Oracle):
         values = self._row(q, pages, tuple(stores.values())) if stores else []
         return {n: x.expand(-1, *node.shape) for (n, node), x in zip(stores.items(), values, strict=True)}
 
-    def counts(self, scores: torch.Tensor, num_pages: int, spec: Spec, slack: float = 0.0) -> tuple[int, int]:
+    def counts(self, scores: torch.Tensor, num_pages: int, spec: Spec) -> tuple[int, int]:
         selection = self.plan.program.traced.indexer.selection
         if selection is None or not isinstance(selection.op, SelectOp) or not len(scores):
             return 0, 0
@@ -60,3 +60,8 @@ class ReferenceOracle(Oracle):
         scored = (torch.arange(first + n) >= first)[None]
         values = reference.evaluate(outputs, leaf, scored, like=q)
         return [values[id(node)].expand(1, first + n, -1, -1)[0, first:] for node in outputs]
+
+
+def _entries(x: torch.Tensor, count: int, node: Node) -> torch.Tensor:
+    """A value ``[.., r or 1, c or 1]`` as ``[count, r, c]``."""
+    return x.reshape(-1, *x.shape[-2:]).expand(count, *node.shape)

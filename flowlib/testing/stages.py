@@ -6,6 +6,7 @@ lists), so an error shows in the stage that made it, and tolerances do not pile 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -168,7 +169,7 @@ def _finished(
     return k * scene.spec.k_scale, v * scene.spec.v_scale, where, labels
 
 
-# -- scores and selection
+# -- scores
 
 
 @dataclass(frozen=True)
@@ -236,86 +237,18 @@ def judge_scores(run: Run, oracle: Oracle) -> tuple[Collected, dict[tuple[int, i
             continue
         low = truth if run.compute is torch.float64 else formula(*(x.float() for x in inputs))
         terms = spec.head_dim + spec.group_size + n + ELEMENTARY
-        collected.add(row.label, got, truth, low, accumulation_step(formula, inputs, terms, run.compute))
+        step = accumulation_step(formula, inputs, terms, run.compute)
+        cut = _cut(oracle, spec, truth, got.cpu(), float(step.max()))
+        collected.add(row.label, got, truth.masked_fill(cut, -math.inf), low.masked_fill(cut, -math.inf), step)
         truths[row.index, row.head] = truth
     return collected, truths
 
 
-def judge_selection(
-    run: Run, oracle: Oracle, truths: dict[tuple[int, int], torch.Tensor], slack: float
-) -> tuple[Judgement, str]:
-    """Page lists, by the scores they picked.
-
-    Exact, on the implementation's own scores: ascending lists, reserved pages once, as many pages as the budget says,
-    none better left out, ties to the lower page. And the oracle's scores of what was picked may fall short of the best
-    left out by twice `slack`, what scores may be off.
-    """
-    spec, lists = run.scene.spec, run.out.pages.shape[1]
-    lanes = lists // spec.num_kv_heads
-    pages, lengths = run.out.pages.cpu(), run.out.lengths.cpu()
-    scores = None if run.out.scores is None else run.out.scores.cpu().to(torch.float64)
-    worst, where = 0.0, ""
-    for i, (_, seen) in enumerate(run.scene.rows):
-        for lane in range(lists):
-            label = f"row {i} ({seen} tokens), list {lane}"
-            own = None if scores is None else scores[i, lane]
-            problem, regret = _judge_list(pages[i, lane], int(lengths[i, lane]), own, seen, spec, oracle)
-            truth = truths.get((i, lane // lanes))
-            if not problem and truth is not None:
-                chosen = [p - spec.bos for p in pages[i, lane, : int(lengths[i, lane])].tolist()]
-                regret = _regret(truth[lane % lanes], [p for p in chosen if 0 <= p < truth.shape[1]])
-            if problem:
-                return Judgement(float("inf"), 2 * slack, (i, lane), False), f"{label}: {problem}"
-            if regret > worst:
-                worst, where = regret, label
-    return Judgement(worst, 2 * slack, (), worst <= 2 * slack), where
-
-
-def _judge_list(
-    listed: torch.Tensor, length: int, own: torch.Tensor | None, seen: int, spec: Spec, oracle: Oracle
-) -> tuple[str, float]:
-    """What is wrong with one page list ``[max_selected]`` by the scores ``[W]`` it was made from, and its regret."""
-    num_pages = -(-seen // spec.page_size)
-    if not 0 <= length <= len(listed):
-        return f"length {length}, expected from 0 to {len(listed)}", 0.0
-    pages, rest = listed[:length].tolist(), listed[length:].tolist()
-    if pages != sorted(set(pages)) or any(not 0 <= p < num_pages for p in pages):
-        return f"pages {pages}, expected ascending pages below {num_pages}, each once", 0.0
-    if any(p != -1 for p in rest):
-        return f"{rest} past the list's end, expected -1", 0.0
-    scored = range(spec.bos, max(spec.bos, num_pages - spec.eos))
-    missing = [p for p in range(num_pages) if p not in scored and p not in pages]
-    if missing:
-        return f"reserved pages {missing} are not attended", 0.0
-    chosen = [p - spec.bos for p in pages if p in scored]
-    if seen <= spec.dense_below:
-        return "" if len(pages) == num_pages else f"pages {pages}, expected all {num_pages} (dense_below)", 0.0
-    values = torch.zeros(len(scored)) if own is None else own[spec.bos : spec.bos + len(scored)]
-    fewest, most = oracle.counts(values, num_pages, spec)
-    if not fewest <= len(chosen) <= most:
-        return f"{len(chosen)} pages chosen of {len(scored)} scored, expected {fewest}", 0.0
-    if any(not float(values[p]) > float("-inf") for p in chosen):
-        return "a page with score -inf or NaN is chosen", 0.0
-    regret = _regret(values, chosen)
-    if regret > 0:
-        return f"a page that scores {regret:.3g} more than a chosen one is left out", regret
-    return _judge_ties(values, chosen), 0.0
-
-
-def _judge_ties(values: torch.Tensor, chosen: list[int]) -> str:
-    if not chosen:
-        return ""
-    lowest = min(float(values[p]) for p in chosen)
-    tied = [p for p in range(len(values)) if float(values[p]) == lowest]
-    taken = [p for p in tied if p in chosen]
-    return "" if taken == tied[: len(taken)] else f"of tied pages {tied} the list has {taken}, expected the lowest"
-
-
-def _regret(values: torch.Tensor, chosen: list[int]) -> float:
-    """Best score left out less the worst chosen, at least 0."""
-    left = [float(s) for p, s in enumerate(values) if p not in chosen and float(s) > float("-inf")]
-    picked = [float(values[p]) for p in chosen]
-    return max(0.0, max(left) - min(picked)) if left and picked else 0.0
+def _cut(oracle: Oracle, spec: Spec, truth: torch.Tensor, got: torch.Tensor, slack: float) -> torch.Tensor:
+    """Scores ``[lanes, n]`` that must be -inf: those surely not kept, and those that may be either and are -inf."""
+    masks = [oracle.kept(lane, spec, slack) for lane in truth]
+    surely, perhaps = torch.stack([m[0] for m in masks]), torch.stack([m[1] for m in masks])
+    return ~perhaps | (~surely & (got == -math.inf))
 
 
 # -- attention and state
@@ -352,19 +285,39 @@ def judge_attention(run: Run) -> dict[str, tuple[Judgement, str]]:
 
 
 def judge_state(run: Run, oracle: Oracle) -> dict[str, tuple[Judgement, str]]:
-    """State fields of the scored pages after the step, by name."""
-    scene, spec = run.scene, run.scene.spec
-    found = {name: Collected() for name in scene.plan.state_fields}
+    """State fields after the step, by name: the scored pages' against the oracle, all others unchanged."""
+    plan, spec = run.scene.plan, run.scene.spec
+    found = {name: Collected() for name in plan.state_fields}
+    untouched = {name: torch.ones(run.store.fields[name].shape[:2], dtype=torch.bool) for name in found}
     for row in rows_of(run) if found else ():
-        b = scene.rows[row.index][0]
         n = len(row.pages["position"])
-        physical = torch.tensor(scene.pages[b][spec.bos : spec.bos + n], dtype=torch.int64)
-        truth = oracle.state(row.q, row.pages, spec) if n else {}
-        low = oracle.state(row.q.float(), {k: x.float() for k, x in row.pages.items()}, spec) if n else {}
-        for name in found:
+        own = run.scene.pages[run.scene.rows[row.index][0]][spec.bos : spec.bos + n]
+        physical = torch.tensor(own, dtype=torch.int64)
+        for name, collected in found.items():
+            untouched[name][physical, row.head] = False
             if n:
-                dtype = scene.plan.fields[name].dtype
                 got = run.store.fields[name].cpu()[physical, row.head]
-                step = gamma(spec.head_dim + spec.group_size + n + ELEMENTARY) * truth[name].abs()
-                found[name].add(f"{name}, {row.label}", got, truth[name], low[name].to(dtype), step)
-    return {name: collected.judge(scene.plan.fields[name].dtype) for name, collected in found.items()}
+                expected = _new_state(oracle, name, row, spec, plan.fields[name].dtype)
+                collected.add(f"{name}, {row.label}", got, *expected)
+    verdicts = {name: collected.judge(plan.fields[name].dtype) for name, collected in found.items()}
+    for name, mask in untouched.items():
+        before, after = run.before[name].cpu()[mask], run.store.fields[name].cpu()[mask]
+        if not torch.equal(before.float().nan_to_num(0.5), after.float().nan_to_num(0.5)):
+            verdicts[name] = Judgement(math.inf, 0.0, (), False), "a page that was not scored changed"
+    return verdicts
+
+
+def _new_state(
+    oracle: Oracle, name: str, row: Row, spec: Spec, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float64 state ``[n, r, c]``, its low-precision evaluation and the accumulation step, all in fp32 arithmetic."""
+    names = [n for n in row.pages if n != "position"]
+
+    def formula(q: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+        pages = {**dict(zip(names, values, strict=True)), "position": row.pages["position"].to(q.dtype)}
+        return oracle.state(q, pages, spec)[name]
+
+    inputs = (row.q, *(row.pages[n] for n in names))
+    truth, low = formula(*inputs), formula(*(x.float() for x in inputs)).to(dtype)
+    terms = spec.head_dim + spec.group_size + len(truth) + ELEMENTARY
+    return truth, low, accumulation_step(formula, inputs, terms)

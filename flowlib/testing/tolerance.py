@@ -34,12 +34,14 @@ class Judgement:
         tolerance: what was allowed there.
         where: its index, ``()`` for an empty tensor.
         ok: whether every element is within its tolerance.
+        size: the largest finite |truth|.
     """
 
     error: float
     tolerance: float
     where: tuple[int, ...] = ()
     ok: bool = True
+    size: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -129,6 +131,7 @@ def judge(result: torch.Tensor, truth: torch.Tensor, tolerance: torch.Tensor) ->
         float(tolerance.expand_as(ratio).flatten()[worst]),
         where,
         bool((difference <= tolerance).all()),
+        float(torch.where(torch.isfinite(truth), truth.abs(), 0.0).max()),
     )
 
 

@@ -23,7 +23,7 @@ from flowlib.core.flow import vFlow
 from flowlib.core.spec import Spec
 from flowlib.runtime.api import build, profile
 from flowlib.runtime.plan import IMPLEMENTATIONS, Plan
-from flowlib.testing import stages
+from flowlib.testing import selection, stages
 from flowlib.testing.inputs import scene
 from flowlib.testing.oracles import Oracle, has_oracle, oracle_of
 from flowlib.testing.own_reference import ReferenceOracle
@@ -54,6 +54,8 @@ class StageResult:
     tolerance: float
     ok: bool
     note: str = ""
+    size: float = 0.0
+    """The oracle's largest finite value."""
 
     @property
     def ratio(self) -> float:
@@ -239,7 +241,7 @@ class _Tally:
         elif scores.got:
             self._add(case, run.impl, "", {"scores": scores.judge(precision)})
             slack = float(scores.tolerance(precision).max())
-        self._add(case, run.impl, "", {"selection": stages.judge_selection(run, oracle, truths, slack)})
+        self._add(case, run.impl, "", {"selection": selection.judge_selection(run, oracle, truths, slack)})
         self._add(case, run.impl, "attention ", stages.judge_attention(run))
         self._add(case, run.impl, "state ", stages.judge_state(run, oracle))
         lists = run.out.lengths.cpu().clamp(min=0)
@@ -249,9 +251,8 @@ class _Tally:
 
     def _add(self, case: Case, impl: str, prefix: str, verdicts: Mapping[str, tuple[Judgement, str]]) -> None:
         for stage, (verdict, where) in verdicts.items():
-            self.results.append(
-                StageResult(case.label, impl, prefix + stage, verdict.error, verdict.tolerance, verdict.ok, where)
-            )
+            judged = (verdict.error, verdict.tolerance, verdict.ok, where, verdict.size)
+            self.results.append(StageResult(case.label, impl, prefix + stage, *judged))
 
 
 def _planned(flow: vFlow, case: Case, notes: list[str]) -> tuple[Case, Plan]:

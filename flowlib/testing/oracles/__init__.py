@@ -4,7 +4,15 @@ One flow is one small class; :func:`oracle_of` finds it by the flow's name, and 
 another.
 """
 
-from flowlib.testing.oracles import block_sparse, quest, streaming  # noqa: F401  (each registers its oracles)
+from flowlib.testing.oracles import (  # noqa: F401  (each registers its oracles)
+    block_sparse,
+    gaussian,
+    h2o,
+    lserve,
+    quest,
+    streaming,
+    twilight,
+)
 from flowlib.testing.oracles.attention import Attention, attention, dense_attention, tokens_of
 from flowlib.testing.oracles.base import Oracle, Pages, has_oracle, oracle, oracle_of
 

@@ -53,8 +53,17 @@ class Oracle:
         """State fields of the scored pages after the step: name to ``[n, r, c]``."""
         return {}
 
-    def counts(self, scores: torch.Tensor, num_pages: int, spec: Spec, slack: float = 0.0) -> tuple[int, int]:
-        """Fewest and most pages that may be chosen of one lane's scores ``[n]``, each known to within `slack`.
+    def kept(self, scores: torch.Tensor, spec: Spec, slack: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of one lane's scores ``[n]`` the flow keeps; it turns the others into -inf before it chooses.
+
+        Returns:
+            Two masks ``[n]``: kept surely, and kept perhaps, given that each score is known to within `slack`.
+        """
+        everything = torch.ones(scores.shape, dtype=torch.bool)
+        return everything, everything
+
+    def counts(self, scores: torch.Tensor, num_pages: int, spec: Spec) -> tuple[int, int]:
+        """Fewest and most pages that may be chosen of one lane's scores ``[n]``.
 
         The budget of a row of S = `num_pages` pages is ``max(top_k, floor(S · round(top_k_ratio · 65536) / 65536))``;
         -inf and NaN are never chosen.

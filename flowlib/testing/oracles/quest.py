@@ -38,3 +38,17 @@ class GQAQuest(_Envelope):
 
     def scores(self, q: torch.Tensor, pages: Pages, spec: Spec) -> torch.Tensor:
         return torch.stack([self.bound(head, pages) for head in q]).max(0).values[None]
+
+
+@oracle("masked_quest_sparse_attention")
+class MaskedQuest(_Envelope):
+    """The bound of the mean query over the channels [start, end), by default half of them."""
+
+    def __init__(self, start: int = 0, end: int | None = None) -> None:
+        self.start, self.end = start, end
+
+    def scores(self, q: torch.Tensor, pages: Pages, spec: Spec) -> torch.Tensor:
+        size = q.shape[1]
+        end = min(size, self.start + -(-size // 2)) if self.end is None else self.end
+        cut = {name: pages[name][:, :, self.start : end] for name in ("k_max", "k_min")}
+        return self.bound(q.sum(0)[self.start : end] / q.shape[0], cut)[None]

@@ -15,5 +15,5 @@ class Streaming(Oracle):
     def scores(self, q: torch.Tensor, pages: Pages, spec: Spec) -> None:
         return None
 
-    def counts(self, scores: torch.Tensor, num_pages: int, spec: Spec, slack: float = 0.0) -> tuple[int, int]:
+    def counts(self, scores: torch.Tensor, num_pages: int, spec: Spec) -> tuple[int, int]:
         return 0, 0
