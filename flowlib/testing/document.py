@@ -202,14 +202,13 @@ def _meaning(op_type: OpType) -> str:
 
 
 def _runs_as(op_type: OpType) -> str:
-    kind = kind_of(op_type)
-    if kind == "segment":
-        return f"`{op_type.kernel.removeprefix('flowlib.')}`"
-    if kind == "selection":
+    if kind_of(op_type) == "selection":
         own = op_type.lower is SelectOp.lower
         return "`kernels.select:launch_select`" if own else "other ops, then `kernels.select:launch_select`"
-    across = {op.kernel for _, op in instances(op_type) if isinstance(op, SegmentOp)}
-    return "fused" + "".join(f"; dim 0: `{kernel.removeprefix('flowlib.')}`" for kernel in sorted(across))
+    kernels = sorted({op.kernel.removeprefix("flowlib.") for _, op in instances(op_type) if isinstance(op, SegmentOp)})
+    if kind_of(op_type) == "segment":
+        return ", ".join(f"`{kernel}`" for kernel in kernels)
+    return "fused" + "".join(f"; dim 0: `{kernel}`" for kernel in kernels)
 
 
 def main(arguments: Sequence[str]) -> int:
