@@ -102,10 +102,11 @@ class _Rows:
         self.plan, self.store, self.batch, self.q, self.dtype = plan, store, batch, q, dtype
         self.heads = plan.spec.num_kv_heads
         self.counts = num_pages_of(batch, plan.spec)
-        self.width = int(self.counts.max()) if self.counts.numel() else 0
+        self.width = max(1, int(self.counts.max())) if self.counts.numel() else 1
         logical = torch.arange(self.width, device=batch.device)
         owned = logical < self.counts[:, None]  # [bs, W]
-        self.table = torch.where(owned, batch.page_table[:, : self.width], 0).to(torch.int64)
+        table = torch.nn.functional.pad(batch.page_table, (0, max(0, self.width - batch.width)))
+        self.table = torch.where(owned, table[:, : self.width], 0).to(torch.int64)
         scored = (logical >= plan.spec.bos) & (logical < self.counts[:, None] - plan.spec.eos)
         self.scored = scored.repeat_interleave(self.heads, 0)  # [R, W]
 
@@ -164,8 +165,8 @@ def page_lists(
     order = torch.where(listed, logical, width).sort(-1).values[..., :max_selected]
     pages = torch.full((rows, lanes, max_selected), -1, dtype=torch.int32, device=chosen.device)
     pages[..., : order.shape[-1]] = torch.where(order < width, order, -1).to(torch.int32)
-    batch = len(pages_of_row)
-    return pages.view(batch, -1, max_selected), lengths.to(torch.int32).view(batch, -1)
+    lists = spec.num_kv_heads * lanes
+    return pages.view(-1, lists, max_selected), lengths.to(torch.int32).view(-1, lists)
 
 
 def attend(
@@ -189,7 +190,7 @@ def attend(
     head = (torch.arange(lists, device=q.device) * spec.num_kv_heads // lists)[None, :, None]
     k = torch.where(valid[..., None], store.k[token, head].to(dtype) * spec.k_scale, 0.0)
     v = torch.where(valid[..., None], store.v[token, head].to(dtype) * spec.v_scale, 0.0)
-    scores = q.to(dtype).view(size, lists, -1, spec.head_dim) @ k.transpose(-1, -2) * spec.softmax_scale
+    scores = q.to(dtype).view(size, lists, spec.num_heads // lists, spec.head_dim) @ k.transpose(-1, -2) * spec.softmax_scale
     if spec.alibi_slopes is not None:
         slopes = torch.tensor(spec.alibi_slopes, dtype=dtype, device=q.device).view(1, lists, -1, 1)
         scores = scores + slopes * (position - (batch.seq_lens[:, None, None] - 1)).to(dtype)[:, :, None, :]
