@@ -9,19 +9,20 @@ import torch
 from flowlib.core.graph import Node
 from flowlib.core.op import SelectOp
 from flowlib.core.spec import Spec
+from flowlib.core.trace import trace
 from flowlib.runtime import reference
 from flowlib.runtime.plan import Plan
 from flowlib.testing.oracles import Oracle, Pages
 
 
 class ReferenceOracle(Oracle):
-    """The graph of a plan in float64, one row at a time: no page table, no batch."""
+    """The graph of a plan in float64, one row at a time: no page table, no batch, and as traced, not rewritten."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        self.traced = trace(plan.flow, plan.spec)
 
     def fields(self, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> dict[str, torch.Tensor]:
-        stores = self.plan.program.traced.cache.stores
+        stores = self.traced.cache.stores
         given = {"k": k, "v": v}
 
         def leaf(node: Node) -> torch.Tensor:
@@ -31,18 +32,18 @@ class ReferenceOracle(Oracle):
         return {name: _entries(values[id(node)], len(k), node) for name, node in stores.items()}
 
     def scores(self, q: torch.Tensor, pages: Pages, spec: Spec) -> torch.Tensor | None:
-        selection = self.plan.program.traced.indexer.selection
+        selection = self.traced.indexer.selection
         if selection is None or not selection.inputs:
             return None
         return self._row(q, pages, selection.inputs[:1])[0][:, :, 0].T
 
     def state(self, q: torch.Tensor, pages: Pages, spec: Spec) -> dict[str, torch.Tensor]:
-        stores = self.plan.program.traced.indexer.stores
+        stores = self.traced.indexer.stores
         values = self._row(q, pages, tuple(stores.values())) if stores else []
         return {n: x.expand(-1, *node.shape) for (n, node), x in zip(stores.items(), values, strict=True)}
 
     def counts(self, scores: torch.Tensor, num_pages: int, spec: Spec) -> tuple[int, int]:
-        selection = self.plan.program.traced.indexer.selection
+        selection = self.traced.indexer.selection
         if selection is None or not isinstance(selection.op, SelectOp) or not len(scores):
             return 0, 0
         budget = torch.tensor([selection.op.budget(spec, num_pages)])
