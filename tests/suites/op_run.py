@@ -57,16 +57,25 @@ class Bench:
             wanted.append({FORMAT.BATCHED: row, FORMAT.RAGGED: entry, FORMAT.PAGED: physical}[format])
         return torch.tensor(wanted)
 
-    def draw(self, shape: tuple[int, int], format: FORMAT, dtype: torch.dtype, seed: int, positive: bool = False):
+    def draw(
+        self, shape: tuple[int, int], format: FORMAT, dtype: torch.dtype, seed: int, domain: str = "real"
+    ) -> torch.Tensor:
         """Random entries ``[L, r, c]`` on the CPU; NaN wherever no scored page reads."""
-        generator = torch.Generator().manual_seed(seed)
-        values = torch.randn(self.entries[format], *shape, generator=generator).to(dtype)
-        values = values.abs() + 0.125 if positive else values
+        values = draw((self.entries[format], *shape), dtype, seed, domain)
         poisoned = torch.empty_like(values)
         fill_nan(poisoned)
         kept = torch.arange(ROWS) if format is FORMAT.BATCHED else self.source(format)
         poisoned[kept] = values[kept]
         return poisoned
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int, domain: str = "real") -> torch.Tensor:
+    """Random values in `dtype`; see :class:`tests.suites.op_cases.Case` for the domains."""
+    generator = torch.Generator().manual_seed(seed)
+    if domain == "integers":
+        return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+    values = torch.randn(shape, generator=generator)
+    return (values.abs() + 0.125 if domain == "positive" else values).to(dtype)
 
 
 def bench(device: str, head_dim: int = 16, **changes: object) -> Bench:
