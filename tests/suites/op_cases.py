@@ -149,7 +149,9 @@ CASES: dict[str, list[Case]] = {
     "Clamp": unary(lambda x, lo, hi: torch.clip(x, lo, hi), {"lo": -0.5, "hi": 0.75}),
     "Relu": unary(lambda x, alpha=0.0, beta=0.0: torch.where(x < alpha, beta * x, x), {}, {"alpha": 0.25, "beta": 0.5}),
     "Sigmoid": unary(lambda x, alpha=0.0, beta=-1.0: torch.sigmoid(-(beta * x + alpha)), {}, {"alpha": 0.5, "beta": 2}),
-    "Silu": unary(lambda x, alpha=0.0, beta=-1.0: x * torch.sigmoid(-(beta * x + alpha)), {}, {"alpha": 0.5, "beta": 2}),
+    "Silu": unary(
+        lambda x, alpha=0.0, beta=-1.0: x * torch.sigmoid(-(beta * x + alpha)), {}, {"alpha": 0.5, "beta": 2}
+    ),
     "Transpose": moved(lambda x: torch.einsum("...rc->...cr", x), ((3, 5), {}), ((1, 33), {}), ((4, 16), {})),
     "Reshape": moved(
         lambda x, first, r, c: torch.stack([x.flatten(-2)[..., i * c : (i + 1) * c] for i in range(r)], -2),

@@ -20,7 +20,7 @@ TRIPLES = [(torch.float64, "reference"), (torch.float32, "reference"), (torch.fl
 
 
 def indexer_runs():
-    """(name, case, formats, dtype): formats take turns over an op's cases and dtypes, so that each op meets all of them."""
+    """(name, case, formats, dtype): formats take turns over an op's cases and dtypes; each op meets all of them."""
     for name in tile_names(cache=False):
         for i, (case, dtype) in enumerate(product(CASES[name], DTYPES)):
             turns = case.formats or FORMATS[len(case.shapes)]
@@ -43,7 +43,7 @@ def test_every_exported_op_has_cases():
     assert tile_names(cache=True)
 
 
-@pytest.mark.parametrize(("name", "case", "formats", "dtype"), indexer_runs())
+@pytest.mark.parametrize(("name", "case", "formats", "dtype"), list(indexer_runs()))
 def test_indexer_op(name, case, formats, dtype, device):
     at = bench(device)
     inputs = [
@@ -63,7 +63,7 @@ def test_indexer_op(name, case, formats, dtype, device):
         assert verdict.ok, f"by {impl} in {compute}: {verdict}"
 
 
-@pytest.mark.parametrize(("name", "case", "dtype"), cache_runs())
+@pytest.mark.parametrize(("name", "case", "dtype"), list(cache_runs()))
 def test_cache_op(name, case, dtype, device):
     """Written are exactly the pages whose last slot is in loc, in the field's own dtype."""
     at = bench(device)

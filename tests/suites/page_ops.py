@@ -71,8 +71,9 @@ def test_along_the_pages(name, shape, format, dtype, device):
 
 
 @pytest.mark.parametrize(
-    ("shape", "format", "dtype"), [((1, 1), P, DTYPES[1]), ((3, 7), R, DTYPES[0])], ids=["1x1-P-bfloat16", "3x7-R-float32"]
-)
+    ("shape", "format", "dtype"), [((1, 1), P, DTYPES[1]), ((3, 7), R, DTYPES[0])],
+    ids=["1x1-P-bfloat16", "3x7-R-float32"],
+)  # fmt: skip
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reduction_over_the_pages(name, shape, format, dtype, device):
     at, (formula, identity) = bench(device), REDUCTIONS[name]
