@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flowlib.core.context import ContextBase
 from flowlib.core.flow import vFlow
 from flowlib.core.formats import FORMAT, Mode
+from flowlib.core.refused import REFUSED, refused
 from flowlib.core.registry import register
 from flowlib.core.spec import Spec
 from flowlib.core.vtensor import SelectionHandle, as_vtensor, vTensor
@@ -62,7 +63,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
+def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in REFUSED:
+        return refused(name)
     raise AttributeError(f"module 'flowlib' has no attribute {name!r}")

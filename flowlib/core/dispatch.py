@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from flowlib.core.errors import FlowlibError, FormatError, located, user_line
 from flowlib.core.formats import FORMAT, Side
 from flowlib.core.vtensor import Selection, SelectionHandle, vTensor
@@ -62,7 +64,7 @@ def dispatch(op: Op, args: Sequence[object], *, out: object, loc: object, ctx: o
 def _context_of(op: Op, args: Sequence[object], out: object, ctx: object) -> ContextBase:
     from flowlib.core.context import ContextBase
 
-    carried = [a.ctx for a in (*args, out) if isinstance(a, (vTensor, SelectionHandle))]
+    carried = [a.ctx for a in map(_unpaired, (*args, out)) if isinstance(a, (vTensor, SelectionHandle))]
     if ctx is not None and not isinstance(ctx, ContextBase):
         raise FormatError(
             f"{type(op).__name__}: ctx is {type(ctx).__name__}, expected the context the method was given"
@@ -82,6 +84,7 @@ def _split_arguments(
     op: Op, args: Sequence[object], out: object, context: ContextBase
 ) -> tuple[tuple[vTensor, ...], Target]:
     arity = len(op.names)
+    args = [_unpaired(a) for a in args]
     inputs, rest = args[:arity], args[arity:]
     name, listed = type(op).__name__, ", ".join(op.names)
     if len(inputs) < arity or len(rest) > 1 or (rest and out is not None):
@@ -124,7 +127,16 @@ def _check_formats(op: Op, inputs: Sequence[vTensor], context: ContextBase) -> N
         raise FormatError(f"{type(op).__name__}: works across the pages of a row, so it belongs into forward_indexer")
 
 
+def _unpaired(value: object) -> object:
+    """A selection that was unpacked and packed again is that selection."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Selection) and value[0] is value[1]:
+        return value[0]
+    return value
+
+
 def _kind(value: object) -> str:
     if isinstance(value, SelectionHandle):
         return "'o', which is write-only"
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} (learned parameters are not supported)"
     return "missing" if value is None else f"a {type(value).__name__}"

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import enum
 
+from flowlib.core.errors import FormatError
 
-class FORMAT(enum.Enum):
+
+class _Refusing(enum.EnumMeta):
+    """Names the formats of the public flow language that flowlib does not have."""
+
+    def __getattr__(cls, name: str) -> enum.Enum:
+        if name == "SLOTTED":
+            raise FormatError(
+                "FORMAT.SLOTTED: request-slotted fields are not supported; keep per-request state in a field of "
+                "create_cache, written by Save and reset by Fill"
+            )
+        if name == "PARAMETER":
+            raise FormatError("FORMAT.PARAMETER: learned parameters are not supported; fields are functions of K and V")
+        raise AttributeError(name)
+
+
+class FORMAT(enum.Enum, metaclass=_Refusing):
     """What axis 0 of a vTensor ``[L, r, c]`` means."""
 
     BATCHED = "B"

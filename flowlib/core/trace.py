@@ -173,6 +173,11 @@ def given_fields(spec: Spec) -> dict[str, Field]:
 
 def declared_fields(flow: vFlow, spec: Spec) -> dict[str, Field]:
     """What ``create_cache`` declares. Raises FlowDefinitionError, FormatError."""
+    if callable(getattr(flow, "create_request_cache", None)):
+        raise FlowDefinitionError(
+            f"{type(flow).__name__}.create_request_cache: request-slotted fields are not supported; keep per-request "
+            "state in a field of create_cache, written by Save and reset by Fill"
+        )
     declared = flow.create_cache(spec.page_size, spec.head_dim)
     if not isinstance(declared, Mapping):
         raise FlowDefinitionError(

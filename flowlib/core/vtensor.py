@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -74,9 +74,15 @@ class vTensor:
 
 
 class Selection(vTensor):
-    """Scores ``[S, lanes, 1]`` that are -inf at the pages that are not selected."""
+    """Scores ``[S, lanes, 1]`` that are -inf at the pages that are not selected.
+
+    It unpacks into itself twice: flows of the language's later versions take a selection as two values.
+    """
 
     __slots__ = ()
+
+    def __iter__(self) -> Iterator[Selection]:
+        return iter((self, self))
 
 
 class SelectionHandle:

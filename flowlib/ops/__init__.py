@@ -1,5 +1,8 @@
 """The ops of the flow language; one op, or one family of one-liners, per file."""
 
+from collections.abc import Callable
+
+from flowlib.core.refused import REFUSED, refused
 from flowlib.ops.elementwise import (
     Add,
     CAdd,
@@ -135,3 +138,9 @@ __all__ = [
     "topK",
     "topP",
 ]
+
+
+def __getattr__(name: str) -> Callable[..., object]:
+    if name in REFUSED:
+        return refused(name)
+    raise AttributeError(f"module 'flowlib.ops' has no attribute {name!r}")

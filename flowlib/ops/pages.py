@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -93,16 +93,19 @@ class Conv1d(_Pages):
     """y_p = Σ_t weight_t · x_{p + t - (n - 1) / 2} along the scored pages, 0 outside of them; reserved pages get 0.
 
     Args:
-        weight: an odd number n of weights (a cross-correlation, as in torch).
+        weight: an odd number n of weights (a cross-correlation, as in torch); ``[n, 1, 1]`` nested lists will do.
         dim: 0, the pages.
+        dtype, device: of no effect; the language's first version has them.
     """
 
     kernel: ClassVar[str] = "flowlib.kernels.pages:launch_conv1d"
     aliasable: ClassVar[bool] = False
 
-    def __init__(self, weight: Sequence[float], dim: int = 0) -> None:
+    def __init__(
+        self, weight: Sequence[Any], dim: int = 0, dtype: torch.dtype | None = None, device: object = None
+    ) -> None:
         super().__init__(dim)
-        self.weight = tuple(float(w) for w in weight)
+        self.weight = tuple(_one_number(w) for w in weight)
         if len(self.weight) % 2 == 0:
             raise OptionError(
                 f"Conv1d: weight has {len(self.weight)} values, expected an odd number, so that it has a centre"
@@ -117,6 +120,14 @@ class Conv1d(_Pages):
 
     def options(self) -> dict[str, object]:
         return {"weight": self.weight}
+
+
+def _one_number(weight: object) -> float:
+    while isinstance(weight, (list, tuple)) and len(weight) == 1:
+        weight = weight[0]
+    if isinstance(weight, (list, tuple)):
+        raise OptionError(f"Conv1d: a weight is {weight!r}, expected one number: all channels share the weights")
+    return float(weight)  # type: ignore[arg-type]
 
 
 class KeepTop(SegmentOp):

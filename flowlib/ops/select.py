@@ -145,6 +145,9 @@ class Reserved(SelectOp):
     names: ClassVar[tuple[str, ...]] = ()
     scored: ClassVar[bool] = False
 
+    def __init__(self) -> None:
+        super().__init__(None)
+
     def infer(self) -> Inner:
         return (1, 1)
 
