@@ -145,5 +145,6 @@ def test_a_wrong_call_of_it_names_the_line_of_the_flow(package):
 
 
 def test_the_command_line_takes_the_flow_file(package):
-    shown = python("-m", "flowlib", "list", "--flow-file", package / "shrunk.py", PYTHONPATH=f"{ROOT}{os.pathsep}{package}")
+    path = f"{ROOT}{os.pathsep}{package}"
+    shown = python("-m", "flowlib", "list", "--flow-file", package / "shrunk.py", PYTHONPATH=path)
     assert f"{PACKAGE}_flow" in shown
