@@ -210,7 +210,6 @@ def test_a_tensor_handed_to_an_op_is_refused():
         flowlib.profile(Scored(lambda q, cache, ctx: ops.Multiply()(q, weight, ctx=ctx)), SPEC)
 
 
-@pytest.mark.xfail(reason="not refused by name yet", strict=True)
 @pytest.mark.parametrize("name", ["Parameter", "LearnedQuery"])
 @pytest.mark.parametrize("module", [flowlib, ops], ids=["flowlib", "flowlib.ops"])
 def test_learned_parameters_are_refused_by_name(module, name):
@@ -218,14 +217,12 @@ def test_learned_parameters_are_refused_by_name(module, name):
         getattr(module, name)(torch.ones(1, 16))
 
 
-@pytest.mark.xfail(reason="not refused by name yet", strict=True)
 @pytest.mark.parametrize("name", ["SLOTTED", "PARAMETER"])
 def test_formats_that_are_not_there_are_refused_by_name(name):
     with pytest.raises(FlowlibError, match=name):
         getattr(FORMAT, name)
 
 
-@pytest.mark.xfail(reason="not refused by name yet", strict=True)
 def test_request_slotted_fields_are_refused_by_name():
     class Slotted(Scored):
         def create_request_cache(self, block_size, head_dim):
@@ -238,14 +235,12 @@ def test_request_slotted_fields_are_refused_by_name():
         flowlib.profile(Slotted(), SPEC)
 
 
-@pytest.mark.xfail(reason="not understood yet", strict=True)
 def test_weights_per_channel_as_nested_lists():
     assert Conv1d(weight=[[[0.25]], [[0.5]], [[0.25]]], dim=0).weight == (0.25, 0.5, 0.25)
     with pytest.raises(OptionError, match=r"Conv1d.*channel"):
         Conv1d(weight=[[[0.25, 0.5]], [[0.5, 1.0]], [[0.25, 0.5]]], dim=0)
 
 
-@pytest.mark.xfail(reason="not understood yet", strict=True)
 def test_a_selection_unpacked_as_a_pair():
     def finish(x, o, ctx):
         pages_a, lengths_a = TopK(k=1)(x, ctx=ctx)
