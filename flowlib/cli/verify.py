@@ -40,23 +40,19 @@ def verify_flows(
     impls = tuple(impl or IMPLEMENTATIONS)
     place = _prepare(device, impls)
     options = parse_options(option)
-    made = {name: build(name, **options) for name in names}
-    total = sum(len(default_cases(flow, spec)) for flow in made.values())
+    total = sum(len(default_cases(build(name, **options), spec)) for name in names)
     reports: list[VerifyReport] = []
     with _progress() as bar:
         task = bar.add_task("", total=total)
         for name in names:
 
-            def advance(label: str, name: str = name) -> None:
-                bar.update(task, description=f"{name}: {label}")
-                bar.advance(task)
-
-            reports.append(
-                verify_flow(
-                    name, options=options, spec=spec, impl=impls, device=place, seed=seed, progress=advance
-                )
-            )
-            show.report(reports[-1])
+            bar.update(task, description=name)
+            found = verify_flow(
+                name, options=options, spec=spec, impl=impls, device=place, seed=seed,
+                progress=lambda case: bar.advance(task),
+            )  # fmt: skip
+            reports.append(found)
+            show.report(found)
     failed = [r.flow for r in reports if not r.ok]
     if len(reports) > 1:
         typer.echo(f"{len(reports) - len(failed)} of {len(reports)} flows are right")

@@ -183,7 +183,7 @@ def verify_flow(
         module_path: a ``.py`` file that registers the flow.
         cases: in place of :func:`default_cases`.
         seed: of the inputs.
-        progress: called with the label of each case before it runs.
+        progress: called with the label of each case when it is done.
 
     Raises:
         UnknownFlowError, OptionError, FlowLoadError, FlowDefinitionError, BackendError: nothing was compared.
@@ -197,10 +197,10 @@ def verify_flow(
     chosen = oracle or (oracle_of(name, **given) if has_oracle(name) else None)
     tally = _Tally(tuple(impl))
     for case in cases if cases is not None else default_cases(flow, spec):
-        if progress is not None:
-            progress(case.label)
         case, plan = _planned(flow, case, tally.notes)
         tally.run(case, plan, chosen or ReferenceOracle(plan), device, seed)
+        if progress is not None:
+            progress(case.label)
     return VerifyReport(
         _registered(name), kind, tally.impls, tuple(tally.results), tally.attended, tally.cached, tally.seconds,
         tuple(dict.fromkeys(tally.notes)),

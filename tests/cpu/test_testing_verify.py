@@ -347,6 +347,7 @@ class NoFields(Oracle):
 
 @pytest.fixture
 def flow_file(tmp_path, monkeypatch):
+    flowlib.list_flows()  # loads the built-in flows
     monkeypatch.setattr(registry, "_FLOWS", dict(registry._FLOWS))
     path = tmp_path / "later.py"
     path.write_text(FLOW)
