@@ -45,17 +45,20 @@ class FlowServerArgs(ServerArgs):
             super().__post_init__()
             return
         with leaving_with_reason(self.flow):
-            choose_defaults(self)
+            page_size = choose_defaults(self)
         super().__post_init__()
         with leaving_with_reason(self.flow):
-            check_resolved(self)
+            check_resolved(self, page_size)
 
 
-def choose_defaults(args: Any) -> None:
+def choose_defaults(args: Any) -> int:
     """Checks what the user said and sets the decode backend and the page size, before SGLang resolves its defaults.
 
     An argument is "not given" when it still is ``None``: that is SGLang's default for both, on the command line, in a
     ``--config`` file and as a keyword alike.
+
+    Returns:
+        The page size.
 
     Raises:
         FlowlibError: a flag can't be used with a flow, a hook did not take, or the flow or its configuration is wrong.
@@ -71,10 +74,15 @@ def choose_defaults(args: Any) -> None:
         args.page_size = flow.default_page_size
         logger.info("flowlib: --page-size is not given, --flow %s sets it to %d", args.flow, args.page_size)
     refusals.refuse_chunks(args.chunked_prefill_size, args.page_size)
+    return args.page_size
 
 
-def check_resolved(args: Any) -> None:
+def check_resolved(args: Any, page_size: int) -> None:
     """Checks the arguments as SGLang resolved them, and the flow for the model's numbers.
+
+    Args:
+        args: the resolved arguments.
+        page_size: the page size before they were resolved; some of SGLang's backends change it.
 
     Raises:
         FlowlibError: SGLang changed what a flow needs, or the flow can't run for this model.
@@ -86,12 +94,18 @@ def check_resolved(args: Any) -> None:
         raise OptionError(
             f"SGLang chose the decode attention backend {decode!r} for this model, expected {PLUGIN_NAME!r}"
         )
+    if args.page_size != page_size:
+        raise OptionError(
+            f"SGLang changed --page-size from {page_size} to {args.page_size} for the prefill attention backend "
+            f"{args.get_attention_backends()[0]!r}: give that --page-size, or another --prefill-attention-backend"
+        )
     refusals.refuse_flags(args)
     refusals.refuse_model(args.get_model_config())
     refusals.refuse_chunks(args.chunked_prefill_size, args.page_size)
     config = FlowConfig.parse(args.flow_config)
     setup = FlowSetup(args.flow, config, facts_from_args(args))
     refusals.refuse_state(args.flow, setup.plan.state_fields, args.disable_radix_cache)
+    _refuse_trace(args, config)
     _refuse_graphs(args, setup)
     logger.info("flowlib: %s", setup.describe())
 
@@ -119,6 +133,13 @@ def _refuse_without_flow(args: Any) -> None:
             problem = f"--{name.replace('_', '-')} is {PLUGIN_NAME!r} without --flow: name the flow with --flow"
     if problem:
         raise SystemExit(f"flowlib: {problem}")
+
+
+def _refuse_trace(args: Any, config: FlowConfig) -> None:
+    for name in ("dp_size", "pp_size"):
+        if config.trace is not None and getattr(args, name) > 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise OptionError(f"--flow-config: trace follows one scheduler, and {flag} is {getattr(args, name)}")
 
 
 def _refuse_graphs(args: Any, setup: FlowSetup) -> None:

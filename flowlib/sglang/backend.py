@@ -59,6 +59,10 @@ class FlowBackend(AttentionBackend):
         self.setup = self.token_to_kv_pool.flow_setup
         facts = self.setup.facts
         layers = attention_layers(runner.model)
+        if not layers:
+            raise BackendError(
+                f"{type(runner.model).__name__} has no RadixAttention layer, so nothing could be checked"
+            )
         refusals.refuse_layers(layers, facts.head_dim, facts.v_head_dim)
         self.trace: Trace | None = open_trace(self.setup)
         self.steps = KernelSteps(self.req_to_token_pool.req_to_token, facts.max_pages, facts.page_size)

@@ -21,8 +21,8 @@ TOUCHED = (
             "disable_radix_cache speculative_algorithm enable_mixed_chunk enable_hisparse enable_hierarchical_cache "
             "enable_lmcache enable_flexkv disaggregation_mode enable_page_major_kv_layout enable_unified_memory "
             "prefill_only_disable_kv_cache is_embedding dllm_algorithm dcp_size attn_cp_size enable_two_batch_overlap "
-            "enable_pdmux kv_cache_dtype model_path tp_size dp_size enable_dp_attention device cuda_graph_config "
-            "get_model_config get_attention_backends"
+            "enable_pdmux kv_cache_dtype model_path tp_size dp_size pp_size enable_dp_attention device "
+            "cuda_graph_config get_model_config get_attention_backends"
         ),
         hook="flowlib.sglang.args.FlowServerArgs",
     ),

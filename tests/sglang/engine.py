@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,13 +58,11 @@ def run(command, timeout, env=None, cwd=None):
 
 def kill_group(process):
     """Ends a process and what it started."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
-def generate(folder, waves, env=None, timeout=150, **engine):
+def generate(folder, waves, env=None, timeout=200, **engine):
     """Starts an engine, sends it waves of prompts (lists of token ids) and returns its answers, wave by wave.
 
     Each wave is ``(prompts, new_tokens)``; an answer has ``output_ids`` and ``cached_tokens``.

@@ -8,7 +8,7 @@ from tests.sglang.engine import generate, read_trace, with_plugin
 
 QUEST = "gqa_quest_sparse_attention"
 PAGE = 16
-NEW_TOKENS = 12
+NEW_TOKENS = 10
 TOP_K, BOS, EOS = 4, 2, 3
 STEPS = 2 * 8 * NEW_TOKENS
 """Traced rows of two waves: the first token is the prefill's, and the overlap schedule runs one step past the last."""
@@ -58,12 +58,15 @@ def tokens(answers):
     return [[answer["output_ids"] for answer in wave] for wave in answers]
 
 
+def test_dense_tokens_vary(dense):
+    assert all(len(set(ids)) > 3 for ids in tokens(dense)[0]), "equal tokens would show little"
+
+
 def test_covering_budget_gives_the_dense_tokens(dense, covering):
     answers, _ = covering
     assert tokens(answers) == tokens(dense)
     hits = [answer["cached_tokens"] for answer in answers[1]]
     assert min(hits) > 200, f"the radix cache was not hit: {hits}"
-    assert all(len(set(ids)) > 1 for ids in tokens(dense)[0]), "the model repeats itself, so equal tokens show little"
 
 
 def test_covering_budget_attends_to_everything(covering):

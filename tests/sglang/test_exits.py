@@ -85,6 +85,10 @@ CASES = {
         "flow 'running_mean' keeps state per request in 'running', and the radix cache shares pages between requests: "
         "add --disable-radix-cache",
     ),
+    "trace of several": (
+        ("--flow", QUEST, "--dp-size", "2", "--flow-config", '{"trace": "t.jsonl"}'),
+        "--flow-config: trace follows one scheduler, and --dp-size is 2",
+    ),
     "flow file": (
         ("--flow", "mine", "--flow-config", '{"module_path": "no_such_file.py"}'),
         "no_such_file.py",

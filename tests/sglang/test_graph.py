@@ -1,0 +1,28 @@
+"""The calls around a CUDA graph: static buffers, lengths and requests that change between replays, padded rows."""
+
+import json
+import sys
+
+import pytest
+
+from tests.sglang.engine import HERE, run
+
+
+@pytest.fixture(scope="module")
+def answer():
+    ended = run([sys.executable, "-m", "tests.sglang.graph_job"], timeout=200, cwd=HERE.parent.parent)
+    assert ended.code == 0, ended.text[-4000:]
+    return json.loads(ended.text.split("ANSWER ", 1)[1].splitlines()[0])
+
+
+def test_replays_with_other_requests_and_lengths_give_the_reference(answer):
+    # fp32 against fp32: sums of at most 96 terms of size about 1, in another order
+    assert answer["worst"] <= 96 * 2**-23
+
+
+def test_every_replay_uses_the_buffers_of_the_capture(answer):
+    assert answer["buffers"] == 2, "one per layer: the layers' softmax scales differ"
+
+
+def test_padded_rows_have_one_token(answer):
+    assert answer["fill"] == 1
