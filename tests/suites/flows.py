@@ -21,4 +21,5 @@ def test_flow_agrees_with_its_oracle(name, case, device):
     assert report.oracle == "independent"
     assert {r.impl for r in report.results} == {"reference", "triton"}
     assert report.attended["triton"] == report.attended["reference"]
-    assert 0 < report.attended["triton"] < report.cached["triton"], "some pages are skipped, some attended"
+    skipped = report.cached["triton"] - report.attended["triton"]
+    assert skipped > 0 or case.spec.dense_below, "the budget leaves pages out"
