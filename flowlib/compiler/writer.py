@@ -123,7 +123,13 @@ class KernelWriter:
         decorator = f"@triton.jit(do_not_specialize=[{varying}])" if varying else "@triton.jit"
         pointers = [p for p in self._parameters if p.startswith(("p_", "w_"))]
         numbers = [p for p in self._parameters if p not in pointers]
-        head = [decorator, f"def {self.name}(", *(f"    {p}," for p in pointers + numbers), "):"]
+        head = [
+            decorator,
+            f"def {self.name}(",
+            *(f"    {p}," for p in pointers + numbers),
+            "    PDL: tl.constexpr,",
+            "):",
+        ]
         return "\n".join([*head, *(f"    {line}" for line in self._lines)]) + "\n"
 
     # -- addresses: (pointer, offset of shape [pages or 1, r', c'])

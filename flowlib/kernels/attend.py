@@ -11,6 +11,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from flowlib.kernels.pdl import begin, options
+
 _HEAD_TILE = 16
 # bytes a value -> (tokens a tile, warps, pipeline stages); those of 1 and 2 bytes from a sweep on an H200
 _TILE = {1: (128, 4, 4), 2: (64, 4, 2), 4: (32, 8, 2)}
@@ -19,18 +21,18 @@ _MERGE_BLOCK = 128
 
 _PROGRAMS = 512
 _MIN_SPLIT_TOKENS = 64
-_MAX_SPLITS = 32
 
 _LOW_PRECISION = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16}
 
 
 @triton.jit
 def attend_kernel(
-    p_q, p_k, p_v, p_table, p_seq_lens, p_pages, p_lengths, p_slopes, p_o, p_lse, qk_scale, v_scale,
+    p_q, p_k, p_v, p_table, p_seq_lens, p_pages, p_physical, p_lengths, p_slopes, p_o, p_lse, qk_scale, v_scale,
     s_q_b, s_q_h, s_k_t, s_k_h, s_v_t, s_v_h, s_o_b, s_o_h, s_o_s, s_lse_b, s_lse_h, s_lse_s, s_table, W, M,
     H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     QK_TYPE: tl.constexpr, PV_TYPE: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
+    PHYSICAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_tiles: tl.constexpr = (HEADS + BH - 1) // BH
     i_list, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
@@ -44,6 +46,7 @@ def attend_kernel(
     o_d0, o_d1 = tl.arange(0, D0), D0 + tl.arange(0, max(D1, 1))
     o_v0, o_v1 = tl.arange(0, DV0), DV0 + tl.arange(0, max(DV1, 1))
 
+    begin(PDL)
     seq_len = tl.minimum(tl.load(p_seq_lens + i_b), W * PAGE)
     n_pages = tl.maximum(tl.minimum(tl.load(p_lengths + i_list), M), 0)
     per_split = tl.cdiv(tl.cdiv(n_pages * PAGE, BT), n_splits) * BT
@@ -72,7 +75,11 @@ def attend_kernel(
         b_pos = b_page * PAGE + o_t % PAGE
         m_t = (b_page >= 0) & (b_pos < seq_len)
         # [BT]
-        b_slot = tl.load(p_table + i_b * s_table + b_page, mask=m_t, other=0).to(tl.int64) * PAGE + o_t % PAGE
+        if PHYSICAL:
+            b_slot = tl.load(p_physical + i_list * M + o_t // PAGE, mask=m_t, other=0).to(tl.int64)
+        else:
+            b_slot = tl.load(p_table + i_b * s_table + b_page, mask=m_t, other=0).to(tl.int64)
+        b_slot = b_slot * PAGE + o_t % PAGE
 
         p_kt = p_k + b_slot[:, None] * s_k_t + i_h * s_k_h
         # [BT, D0]
@@ -119,7 +126,9 @@ def attend_kernel(
 def merge_kernel(
     p_partial_o, p_partial_lse, p_o, p_lse, s_o_b, s_o_h, s_lse_b, s_lse_h,
     HQ: tl.constexpr, DV: tl.constexpr, NS: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     i_row, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_b, i_hq = i_row // HQ, i_row % HQ
     o_s, o_d = tl.arange(0, BS), i_d * BD + tl.arange(0, BD)
@@ -139,20 +148,22 @@ def merge_kernel(
 
 
 def num_splits(max_selected_pages: int, page_size: int, rows: int) -> int:
-    """How many programs share one list, a power of two; a heuristic.
+    """How many programs share one list; a heuristic.
 
-    Enough that ``rows`` lists (times head tiles) give a large GPU some 512 programs, at most 32, and no split shorter
-    than 64 tokens of the longest list.
+    Enough that ``rows`` lists (times head tiles) give a large GPU some 512 programs, and no split shorter than 64
+    tokens of the longest list; as few as do the same work in the same time.
     """
     tokens = max_selected_pages * page_size
-    wanted = min(_MAX_SPLITS, _PROGRAMS // max(rows, 1), tokens // _MIN_SPLIT_TOKENS)
-    return 1 << (max(wanted, 1).bit_length() - 1)
+    tiles = max(1, -(-tokens // _MIN_SPLIT_TOKENS))
+    wanted = max(1, min(tiles, _PROGRAMS // max(rows, 1)))
+    return -(-tiles // -(-tiles // wanted))
 
 
 def launch_attend(
     q: Any, k: Any, v: Any, page_table: Any, seq_lens: Any, pages: Any, lengths: Any, o: Any, lse: Any,
     partial_o: Any, partial_lse: Any, *, num_kv_heads: int, group_size: int, lanes: int, page_size: int,
     scale: float, k_scale: float, v_scale: float, alibi_slopes: Any = None, num_splits: int = 1,
+    physical: Any = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Attend to the tokens of every row's page list.
 
@@ -166,6 +177,8 @@ def launch_attend(
         partial_o: fp32 ``[bs, H_q, num_splits, Dv]``, partial_lse fp32 ``[bs, H_q, num_splits]``, contiguous; scratch,
             None with one split.
         scale: factor of q . k; k_scale, v_scale: what one unit of stored k and v stands for.
+        physical: int32 like pages, the physical pages of the lists; None to look them up in the page table.
+        pdl: programmatic dependent launch (sm_90 and later).
         alibi_slopes: fp32 ``[H_q]``: adds ``slope * (position - (seq_len - 1))`` to a score.
 
     Slots at or past a row's length are never read, nor is anything of the lists past their lengths.
@@ -182,19 +195,20 @@ def launch_attend(
     itemsize = 4 if tl.float32 in (qk_type, pv_type) else k.element_size()
     block, warps, stages = _tile(d0 + d1 + dv0 + dv1, itemsize)
     attend_kernel[(lengths.numel() * triton.cdiv(heads, _HEAD_TILE), num_splits)](
-        q, k, v, page_table, seq_lens, pages, lengths, alibi_slopes, out, out_lse,
+        q, k, v, page_table, seq_lens, pages, physical, lengths, alibi_slopes, out, out_lse,
         scale * k_scale * 1.4426950408889634, v_scale,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *s_o, *s_lse, page_table.stride(0), page_table.shape[1],
         pages.shape[-1],
         H=num_kv_heads, G=group_size, LANES=lanes, PAGE=page_size, D=head_dim, D0=d0, D1=d1, DV=v_head_dim, DV0=dv0,
         DV1=dv1, QK_TYPE=qk_type, PV_TYPE=pv_type, HEADS=heads, BH=_HEAD_TILE, BT=block,
-        num_warps=warps, num_stages=stages,
+        PHYSICAL=physical is not None, num_warps=warps, num_stages=stages, **options(pdl),
     )  # fmt: skip
     if num_splits > 1:
         block = min(_MERGE_BLOCK, triton.next_power_of_2(v_head_dim))
         merge_kernel[(q.shape[0] * q.shape[1], triton.cdiv(v_head_dim, block))](
             partial_o, partial_lse, o, lse, *o.stride()[:2], *lse.stride(),
             HQ=q.shape[1], DV=v_head_dim, NS=num_splits, BS=triton.next_power_of_2(num_splits), BD=block, num_warps=4,
+            **options(pdl),
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from flowlib.kernels.pdl import begin, options
 from flowlib.kernels.select import _keys
 
 _BLOCK = 4096
@@ -27,9 +28,10 @@ def _scored_range(p_seq_lens, i_row, W, bos, eos, H: tl.constexpr, PAGE: tl.cons
 @triton.jit
 def reduce_kernel(
     p_x, p_y, p_seq_lens, s_x_row, s_x_plane, s_x_page, s_y_row, s_y_plane, W, bos, eos,
-    H: tl.constexpr, PLANES: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, BW: tl.constexpr,
+    H: tl.constexpr, PLANES: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_row, i_plane = tl.program_id(0).to(tl.int64) // PLANES, tl.program_id(0) % PLANES
+    begin(PDL)
     first, last, n_pages = _scored_range(p_seq_lens, i_row, W, bos, eos, H, PAGE)
     p_x += i_row * s_x_row + i_plane * s_x_plane
     total = tl.zeros((), tl.float32)
@@ -61,8 +63,10 @@ def reduce_kernel(
 def normalize_kernel(
     p_x, p_y, p_seq_lens, s_x_row, s_x_plane, s_x_page, s_y_row, s_y_plane, s_y_page, W, bos, eos,
     H: tl.constexpr, PLANES: tl.constexpr, PAGE: tl.constexpr, SQUARED: tl.constexpr, BW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     i_row, i_plane = tl.program_id(0).to(tl.int64) // PLANES, tl.program_id(0) % PLANES
+    begin(PDL)
     first, last, n_pages = _scored_range(p_seq_lens, i_row, W, bos, eos, H, PAGE)
     p_x += i_row * s_x_row + i_plane * s_x_plane
     p_y += i_row * s_y_row + i_plane * s_y_plane
@@ -86,9 +90,10 @@ def normalize_kernel(
 def conv1d_kernel(
     p_x, p_y, p_seq_lens, s_x_row, s_x_plane, s_x_page, s_y_row, s_y_plane, s_y_page, W, bos, eos,
     H: tl.constexpr, PLANES: tl.constexpr, PAGE: tl.constexpr, WEIGHT: tl.constexpr, TAPS: tl.constexpr,
-    BW: tl.constexpr,
+    BW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_row, i_plane = tl.program_id(0).to(tl.int64) // PLANES, tl.program_id(0) % PLANES
+    begin(PDL)
     first, last, n_pages = _scored_range(p_seq_lens, i_row, W, bos, eos, H, PAGE)
     p_x += i_row * s_x_row + i_plane * s_x_plane
     p_y += i_row * s_y_row + i_plane * s_y_plane
@@ -134,9 +139,10 @@ def _above(
 def filter_kernel(
     p_x, p_y, p_seq_lens, s_x_row, s_x_plane, s_x_page, s_y_row, s_y_plane, s_y_page, W, bos, eos, k, p, scale,
     H: tl.constexpr, PLANES: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr, SOFTMAX: tl.constexpr,
-    BW: tl.constexpr,
+    BW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_row, i_plane = tl.program_id(0).to(tl.int64) // PLANES, tl.program_id(0) % PLANES
+    begin(PDL)
     first, last, n_pages = _scored_range(p_seq_lens, i_row, W, bos, eos, H, PAGE)
     p_x += i_row * s_x_row + i_plane * s_x_plane
     p_y += i_row * s_y_row + i_plane * s_y_plane
@@ -169,7 +175,8 @@ def filter_kernel(
 
 
 def launch_reduce(
-    x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, reduction: str
+    x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, reduction: str,
+    pdl: bool = False,
 ) -> None:
     """Reduces x fp32 ``[R, n, W]`` over the scored pages into y fp32 ``[R, n]``.
 
@@ -180,11 +187,13 @@ def launch_reduce(
     reduce_kernel[(rows * planes,)](
         x, y, seq_lens, *x.stride(), *y.stride(), width, bos, eos,
         H=num_kv_heads, PLANES=planes, PAGE=page_size, KIND=_REDUCTIONS[reduction], BW=block, num_warps=warps,
+        **options(pdl),
     )  # fmt: skip
 
 
 def launch_normalize(
-    x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, squared: bool
+    x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, squared: bool,
+    pdl: bool = False,
 ) -> None:
     """y = x / sum(x), or x / sqrt(sum(x * x)), over the scored pages of fp32 ``[R, n, W]``; reserved pages get 0.
 
@@ -195,12 +204,13 @@ def launch_normalize(
     normalize_kernel[(rows * planes,)](
         x, y, seq_lens, *x.stride(), *y.stride(), width, bos, eos,
         H=num_kv_heads, PLANES=planes, PAGE=page_size, SQUARED=squared, BW=block, num_warps=warps,
+        **options(pdl),
     )  # fmt: skip
 
 
 def launch_conv1d(
     x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int,
-    weight: tuple[float, ...],
+    weight: tuple[float, ...], pdl: bool = False,
 ) -> None:  # fmt: skip
     """Cross-correlation of the scored pages of fp32 ``[R, n, W]`` with `weight` around each page; y must not be x.
 
@@ -211,30 +221,32 @@ def launch_conv1d(
     conv1d_kernel[(rows * planes,)](
         x, y, seq_lens, *x.stride(), *y.stride(), width, bos, eos,
         H=num_kv_heads, PLANES=planes, PAGE=page_size, WEIGHT=weight, TAPS=len(weight), BW=block, num_warps=warps,
+        **options(pdl),
     )  # fmt: skip
 
 
 def launch_keep_top(
-    x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, k: int
+    x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, k: int,
+    pdl: bool = False,
 ) -> None:
     """y = x at the k best scored pages of fp32 ``[R, n, W]``, ties to the lower page, else -inf. y may be x."""
-    _launch_filter(x, y, seq_lens, num_kv_heads, page_size, bos, eos, k=k, p=0.0, softmax_scale=None)
+    _launch_filter(x, y, seq_lens, num_kv_heads, page_size, bos, eos, k=k, p=0.0, softmax_scale=None, pdl=pdl)
 
 
 def launch_keep_nucleus(
     x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, p: float,
-    softmax_scale: float | None,
+    softmax_scale: float | None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """y = x at the fewest scored pages of fp32 ``[R, n, W]`` with mass of at least p of the whole, else -inf.
 
     Mass is softmax(softmax_scale * x), or x itself where that is None. Ties go to the lower page. y may be x.
     """
-    _launch_filter(x, y, seq_lens, num_kv_heads, page_size, bos, eos, k=None, p=p, softmax_scale=softmax_scale)
+    _launch_filter(x, y, seq_lens, num_kv_heads, page_size, bos, eos, k=None, p=p, softmax_scale=softmax_scale, pdl=pdl)
 
 
 def _launch_filter(
     x: Any, y: Any, seq_lens: Any, num_kv_heads: int, page_size: int, bos: int, eos: int, *,
-    k: int | None, p: float, softmax_scale: float | None,
+    k: int | None, p: float, softmax_scale: float | None, pdl: bool,
 ) -> None:  # fmt: skip
     rows, planes, width = x.shape
     block, warps = _block(width)
@@ -243,6 +255,7 @@ def _launch_filter(
         (softmax_scale or 0.0) * 1.4426950408889634,
         H=num_kv_heads, PLANES=planes, PAGE=page_size, COUNT=k is not None, SOFTMAX=softmax_scale is not None, BW=block,
         num_warps=warps,
+        **options(pdl),
     )  # fmt: skip
 
 

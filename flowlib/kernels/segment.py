@@ -7,6 +7,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from flowlib.kernels.pdl import begin, options
+
 _REGISTER_WIDTH = 8192
 _LOOP_BLOCK = 4096
 _VALUES_PER_THREAD = 8
@@ -25,8 +27,10 @@ def _logits(p_x, o_w, s_page, first, last, scale):
 def softmax_kernel(
     p_x, p_y, p_seq_lens, s_x_row, s_x_plane, s_x_page, s_y_row, s_y_plane, s_y_page, scale, W, bos, eos,
     H: tl.constexpr, PLANES: tl.constexpr, PAGE: tl.constexpr, LOOP: tl.constexpr, BW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     i_row, i_plane = tl.program_id(0).to(tl.int64) // PLANES, tl.program_id(0) % PLANES
+    begin(PDL)
     n_pages = tl.minimum((tl.load(p_seq_lens + i_row // H) + PAGE - 1) // PAGE, W)
     first, last = bos, n_pages - eos
     p_x += i_row * s_x_row + i_plane * s_x_plane
@@ -55,7 +59,8 @@ def softmax_kernel(
 
 
 def launch_softmax(
-    x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, scale: float
+    x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, scale: float,
+    pdl: bool = False,
 ) -> None:
     """``y = softmax(scale * x)`` over the scored pages ``[bos, S - eos)`` of every row.
 
@@ -64,6 +69,7 @@ def launch_softmax(
         seq_lens: int32 ``[bs]``, tokens; ``S = min(ceil(seq_len / page_size), W)``.
 
     Reserved pages get 0 and pages from S on are left alone. A row whose scored pages are all -inf gives NaN there.
+    `pdl` asks for programmatic dependent launch.
     """
     rows, planes, width = x.shape
     loop = width > _REGISTER_WIDTH
@@ -71,5 +77,5 @@ def launch_softmax(
     softmax_kernel[(rows * planes,)](
         x, y, seq_lens, *x.stride(), *y.stride(), scale * 1.4426950408889634, width, bos, eos,
         H=num_kv_heads, PLANES=planes, PAGE=page_size, LOOP=loop, BW=block,
-        num_warps=min(16, max(1, block // (32 * _VALUES_PER_THREAD))), num_stages=1,
+        num_warps=min(16, max(1, block // (32 * _VALUES_PER_THREAD))), num_stages=1, **options(pdl),
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Page selection: the budget's best scored pages and the reserved pages of every list, ascending. One program a list.
 
-The k-th highest score is found by bisection on the bits of an order-preserving integer key, so the result is exact and
-the same on every run. Rows of up to ``_REGISTER_WIDTH`` pages stay in registers; wider ones are read in each round.
+The k-th highest score is found by counting keys (scores as integers that order as they do) above probes between two
+bounds, so the result is exact and the same on every run. Rows of up to ``_REGISTER_WIDTH`` pages stay in registers;
+wider ones are read in each round.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
+
+from flowlib.kernels.pdl import begin, options
 
 _REGISTER_WIDTH = 16384  # at most 32767: two counts share an int32
 _LOOP_BLOCK = 8192
@@ -30,23 +33,48 @@ def _keys(p_scores, o_w, s_page, first, last):
 
 
 @triton.jit
-def _write_range(p_pages, length, head, gap, M, BW: tl.constexpr):
+def _put(p_pages, p_physical, p_table, o_slot, o_page, m_put, PHYSICAL: tl.constexpr):
+    """Store logical pages, and the physical pages they are."""
+    tl.store(p_pages + o_slot, o_page, mask=m_put)
+    if PHYSICAL:
+        tl.store(p_physical + o_slot, tl.load(p_table + o_page, mask=m_put, other=0), mask=m_put)
+
+
+@triton.jit
+def _write_range(p_pages, p_physical, p_table, length, head, gap, M, PHYSICAL: tl.constexpr, BW: tl.constexpr):
     """Write pages 0..length-1, those from `head` on moved up by `gap`, then -1."""
     for o in tl.range(0, M, BW):
         o_w = o + tl.arange(0, BW)
         b_page = tl.where(o_w < head, o_w, o_w + gap)
-        tl.store(p_pages + o_w, tl.where(o_w < length, b_page, -1), mask=o_w < M)
+        _put(p_pages, p_physical, p_table, o_w, b_page, o_w < tl.minimum(length, M), PHYSICAL)
+        tl.store(p_pages + o_w, -1, mask=(o_w >= length) & (o_w < M))
 
 
 @triton.jit
 def _threshold_in_registers(b_key, budget):
     """(threshold, number of keys above it, how many keys equal to it to take)."""
-    budget = tl.minimum(tl.sum((b_key > 0).to(tl.int32)), budget)
-    threshold = tl.zeros((), tl.uint32)
-    for i_bit in tl.static_range(31, -1, -1):
-        candidate = threshold | (1 << i_bit)
-        threshold = tl.where(tl.sum((b_key >= candidate).to(tl.int32)) >= budget, candidate, threshold)
-    return threshold, budget - tl.sum((b_key > threshold).to(tl.int32))
+    count = tl.sum((b_key > 0).to(tl.int32))
+    budget = tl.minimum(count, budget)
+    low = tl.min(tl.where(b_key > 0, b_key, 0xFFFFFFFF))
+    span = tl.max(b_key) - low + 1
+    beyond = tl.zeros((), tl.int32)
+    i_round = tl.zeros((), tl.int32)
+    # count = keys >= low is at least the budget, beyond = keys >= low + span is less; most often the probe that follows
+    # the counts hits the budget itself after a few rounds, and every fourth round halves the span whatever they say
+    while (span > 1) & (count != budget) & (budget > 0):
+        share = (count - budget).to(tl.float32) / tl.maximum(count - beyond, 1).to(tl.float32)
+        step = (span.to(tl.float32) * tl.minimum(tl.maximum(share, 0.02), 0.98)).to(tl.uint32)
+        step = tl.where(i_round % 4 == 3, span >> 1, step)
+        step = tl.minimum(tl.maximum(step, 1), span - 1)
+        above = tl.sum((b_key >= low + step).to(tl.int32))
+        up = above >= budget
+        low = tl.where(up, low + step, low)
+        span = tl.where(up, span - step, step)
+        count = tl.where(up, above, count)
+        beyond = tl.where(up, beyond, above)
+        i_round += 1
+    low = tl.where(budget > 0, low, 0xFFFFFFFF)
+    return low, budget - tl.sum((b_key > low).to(tl.int32))
 
 
 @triton.jit
@@ -81,7 +109,10 @@ def _threshold_in_loop(p_scores, s_page, first, last, budget, BW: tl.constexpr):
 
 
 @triton.jit
-def _compact(p_pages, b_key, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied, M):
+def _compact(
+    p_pages, p_physical, p_table, b_key, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied, M,
+    PHYSICAL: tl.constexpr,
+):  # fmt: skip
     """Store the chosen pages of one block in ascending order; returns the two running counts."""
     m_reserved = (o_w < n_pages) & ((o_w < first) | (o_w >= last))
     m_sure = m_reserved | (b_key > threshold)
@@ -92,13 +123,14 @@ def _compact(p_pages, b_key, o_w, n_pages, first, last, threshold, ties, n_sure,
     b_tied = n_tied + (b_before >> 16)
     b_slot = b_sure + tl.minimum(b_tied, ties)
     m_take = m_sure | (m_tied & (b_tied < ties))
-    tl.store(p_pages + b_slot, o_w, mask=m_take & (b_slot < M))
+    _put(p_pages, p_physical, p_table, b_slot, o_w, m_take & (b_slot < M), PHYSICAL)
     return n_sure + tl.sum(m_sure.to(tl.int32)), n_tied + tl.sum(m_tied.to(tl.int32))
 
 
 @triton.jit
 def _write_best(
-    p_scores, p_pages, s_page, n_pages, first, last, budget, M, LOOP: tl.constexpr, BW: tl.constexpr,
+    p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M,
+    PHYSICAL: tl.constexpr, LOOP: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Write the reserved pages and the best `budget` scored ones; returns the length of the list."""
     n_sure = tl.zeros((), tl.int32)
@@ -108,12 +140,17 @@ def _write_best(
         for o in tl.range(0, n_pages, BW):
             o_w = o + tl.arange(0, BW)
             b_key = _keys(p_scores, o_w, s_page, first, last)
-            n_sure, n_tied = _compact(p_pages, b_key, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied, M)
+            n_sure, n_tied = _compact(
+                p_pages, p_physical, p_table, b_key, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied, M,
+                PHYSICAL,
+            )  # fmt: skip
     else:
         o_w = tl.arange(0, BW)
         b_key = _keys(p_scores, o_w, s_page, first, last)
         threshold, ties = _threshold_in_registers(b_key, budget)
-        n_sure, n_tied = _compact(p_pages, b_key, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied, M)
+        n_sure, n_tied = _compact(
+            p_pages, p_physical, p_table, b_key, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied, M, PHYSICAL
+        )
     length = tl.minimum(n_sure + tl.minimum(n_tied, ties), M)
     for o in tl.range(0, M, BW):
         o_w = o + tl.arange(0, BW)
@@ -123,14 +160,18 @@ def _write_best(
 
 @triton.jit(do_not_specialize=["W", "bos", "eos", "top_k", "ratio_q16", "dense_below"])
 def select_kernel(
-    p_scores, p_seq_lens, p_pages, p_lengths, s_row, s_lane, s_page,
+    p_scores, p_seq_lens, p_table, p_pages, p_physical, p_lengths, s_row, s_lane, s_page, s_table,
     W, M, bos, eos, top_k, ratio_q16, dense_below,
-    H: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, SCORED: tl.constexpr, LOOP: tl.constexpr,
-    BW: tl.constexpr,
+    H: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, SCORED: tl.constexpr, PHYSICAL: tl.constexpr,
+    LOOP: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_list = tl.program_id(0).to(tl.int64)
     i_row = i_list // LANES
+    begin(PDL)
     p_pages += i_list * M
+    if PHYSICAL:
+        p_physical += i_list * M
+        p_table += i_row // H * s_table
     seq_len = tl.load(p_seq_lens + i_row // H)
     n_pages = tl.maximum(tl.minimum((seq_len + PAGE - 1) // PAGE, W), 0)
     first = bos
@@ -139,13 +180,15 @@ def select_kernel(
     length = tl.where(whole, n_pages, tl.minimum(n_pages, bos + eos))
     if SCORED:
         if whole:
-            _write_range(p_pages, length, first, n_pages - length, M, BW)
+            _write_range(p_pages, p_physical, p_table, length, first, n_pages - length, M, PHYSICAL, BW)
         else:
             p_scores += i_row * s_row + (i_list % LANES) * s_lane
             budget = tl.maximum((n_pages.to(tl.int64) * ratio_q16) >> 16, top_k).to(tl.int32)
-            length = _write_best(p_scores, p_pages, s_page, n_pages, first, last, budget, M, LOOP, BW)
+            length = _write_best(
+                p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M, PHYSICAL, LOOP, BW
+            )
     else:
-        _write_range(p_pages, length, first, n_pages - length, M, BW)
+        _write_range(p_pages, p_physical, p_table, length, first, n_pages - length, M, PHYSICAL, BW)
     tl.store(p_lengths + i_list, tl.minimum(length, M))
 
 
@@ -157,7 +200,8 @@ def _num_warps(block: int, loop: bool) -> int:
 def launch_select(
     scores: Any, seq_lens: Any, pages: Any, lengths: Any, *,
     num_kv_heads: int, lanes: int, page_size: int, bos: int, eos: int, top_k: int, ratio_q16: int, dense_below: int,
-    scored: bool, width: int | None = None,
+    scored: bool, width: int | None = None, page_table: Any = None, physical: Any = None,
+    pdl: bool = False,
 ) -> None:  # fmt: skip
     """Write the page list of every row (or of every query head of a row).
 
@@ -171,6 +215,9 @@ def launch_select(
         dense_below: rows of at most this many tokens get all their pages.
         scored: False selects the reserved pages alone.
         width: pages a row can have; ``scores.shape[2]`` where not given, unbounded without scores.
+        page_table: int32 ``[bs, width]``, logical to physical pages, and physical: int32 like pages, written with the
+            physical pages of the lists (past their lengths it is left alone); both or none.
+        pdl: programmatic dependent launch (sm_90 and later).
 
     Of equal scores the lower page is taken (-0.0 equals 0.0); NaN and -inf never are. Lists are cut at M entries.
     """
@@ -182,8 +229,9 @@ def launch_select(
     block = _LOOP_BLOCK if loop else triton.next_power_of_2(widest)
     strides = scores.stride() if scored else (0, 0, 0)
     select_kernel[(lengths.numel(),)](
-        scores if scored else None, seq_lens, pages, lengths, *strides,
-        width, capacity, bos, eos, top_k, ratio_q16, dense_below,
-        H=num_kv_heads, LANES=lanes, PAGE=page_size, SCORED=scored, LOOP=loop, BW=block,
-        num_warps=_num_warps(block, loop), num_stages=1,
+        scores if scored else None, seq_lens, page_table, pages, physical, lengths, *strides,
+        0 if page_table is None else page_table.stride(0), width, capacity, bos, eos, top_k, ratio_q16, dense_below,
+        H=num_kv_heads, LANES=lanes, PAGE=page_size, SCORED=scored, PHYSICAL=physical is not None,
+        LOOP=loop, BW=block,
+        num_warps=_num_warps(block, loop), num_stages=1, **options(pdl),
     )  # fmt: skip

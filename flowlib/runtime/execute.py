@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,17 @@ SELECT = "flowlib.kernels.select:launch_select"
 ATTEND = "flowlib.kernels.attend:launch_attend"
 
 
+@functools.cache
+def has_pdl(device: torch.device) -> bool:
+    """Whether kernels on `device` can be launched while the one before them ends (sm_90 and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def pdl_options(pdl: bool) -> dict[str, Any]:
+    """Launch options of a generated kernel."""
+    return load_function("flowlib.kernels.pdl:options")(pdl)
+
+
 class TileKernel:
     """A generated kernel with the rule for its arguments.
 
@@ -36,18 +48,19 @@ class TileKernel:
         self.tile = tile_pages(stage)
         self.spec = spec
         self.options = {"num_warps": num_warps(stage)}
-        self._arguments = [_argument(name) for name in self.kernel.arg_names]
+        self._arguments = [_argument(name) for name in self.kernel.arg_names if name != "PDL"]
 
-    def on_rows(self, tensors: Mapping[str, torch.Tensor], batch: Batch) -> None:
+    def on_rows(self, tensors: Mapping[str, torch.Tensor], batch: Batch, pdl: bool = False) -> None:
         """Runs it for the scored pages of every row."""
         given = {**tensors, "page_table": batch.page_table, "seq_lens": batch.seq_lens}
         grid = (batch.size * self.spec.num_kv_heads, max(1, -(-batch.width // self.tile)))
-        self.kernel[grid](*(find(given) for find in self._arguments), **self.options)
+        self.kernel[grid](*(find(given) for find in self._arguments), **self.options, **pdl_options(pdl))
 
-    def on_written(self, tensors: Mapping[str, torch.Tensor], loc: torch.Tensor) -> None:
+    def on_written(self, tensors: Mapping[str, torch.Tensor], loc: torch.Tensor, pdl: bool = False) -> None:
         """Runs it for the pages whose last slot is in `loc`."""
         grid = (loc.shape[0], self.spec.num_kv_heads)
-        self.kernel[grid](*(find({**tensors, "loc": loc}) for find in self._arguments), **self.options)
+        given = {**tensors, "loc": loc}
+        self.kernel[grid](*(find(given) for find in self._arguments), **self.options, **pdl_options(pdl))
 
 
 def _argument(name: str) -> Callable[[Mapping[str, torch.Tensor]], Any]:
@@ -79,31 +92,34 @@ class Executor:
         """Fields of the pages whose last slot is in `loc`."""
         if self.plan.program.update is not None and loc.shape[0]:
             tensors = {"k": store.k, "v": store.v, **store.fields}
-            self.tiles[self.plan.program.update.name].on_written(tensors, loc)
+            self.tiles[self.plan.program.update.name].on_written(tensors, loc, has_pdl(store.device))
 
     def choose(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
         """Scores and page lists."""
         spec, selection = self.plan.spec, self.plan.program.selection
         tensors = {"q": q, "k": store.k, "v": store.v, **store.fields, **out.workspace}
+        pdl = has_pdl(store.device)
         for stage in self.plan.program.step_stages:
             if isinstance(stage, TileStage):
-                self.tiles[stage.name].on_rows(tensors, batch)
+                self.tiles[stage.name].on_rows(tensors, batch, pdl)
             else:
-                self._segment(stage, out, batch)
+                self._segment(stage, out, batch, pdl)
         top_k, ratio = selection.op.limits(spec)
         scores = None if selection.scores is None else out.workspace[selection.scores].flatten(1, 2)
         self.select(
             scores, batch.seq_lens, out.pages, out.lengths, num_kv_heads=spec.num_kv_heads, lanes=selection.lanes,
             page_size=spec.page_size, bos=spec.bos, eos=spec.eos, top_k=top_k, ratio_q16=ratio,
             dense_below=spec.dense_below,
-            scored=scores is not None, width=batch.width,
+            scored=scores is not None, width=batch.width, page_table=batch.page_table,
+            physical=out.workspace["physical"], pdl=pdl,
         )  # fmt: skip
 
-    def _segment(self, stage: SegmentStage, out: StepOutput, batch: Batch) -> None:
+    def _segment(self, stage: SegmentStage, out: StepOutput, batch: Batch, pdl: bool) -> None:
         spec = self.plan.spec
         self.segments[stage.name](
             out.workspace[stage.source].flatten(1, 2), self._target(stage, out), batch.seq_lens,
-            num_kv_heads=spec.num_kv_heads, page_size=spec.page_size, bos=spec.bos, eos=spec.eos, **stage.op.options(),
+            num_kv_heads=spec.num_kv_heads, page_size=spec.page_size, bos=spec.bos, eos=spec.eos, pdl=pdl,
+            **stage.op.options(),
         )  # fmt: skip
 
     def _target(self, stage: SegmentStage, out: StepOutput) -> torch.Tensor:
@@ -121,6 +137,7 @@ class Executor:
             group_size=spec.group_size, lanes=out.pages.shape[1] // spec.num_kv_heads, page_size=spec.page_size,
             scale=spec.softmax_scale, k_scale=spec.k_scale, v_scale=spec.v_scale,
             alibi_slopes=out.workspace.get("alibi_slopes"), num_splits=out.num_splits,
+            physical=out.workspace["physical"], pdl=has_pdl(store.device),
         )  # fmt: skip
 
 
@@ -135,7 +152,8 @@ def attend_everything(plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch)
         lists = {"num_kv_heads": whole.num_kv_heads, "lanes": dense.lanes, "page_size": whole.page_size}
         load_function(SELECT)(
             None, batch.seq_lens, out.pages, out.lengths, **lists, bos=0, eos=1, top_k=0, ratio_q16=0,
-            dense_below=whole.dense_below, scored=False, width=batch.width,
+            dense_below=whole.dense_below, scored=False, width=batch.width, page_table=batch.page_table,
+            physical=out.workspace["physical"],
         )  # fmt: skip
         Executor(dense).attend_lists(q, store, batch, out)
     return out.o, out.lse

@@ -190,6 +190,7 @@ class Plan:
             n: empty(rows * heads, *b.shape, width) if b.paged else empty(rows, heads * b.shape[0], b.shape[1])
             for n, b in self.program.buffers.items()
         }
+        work["physical"] = empty(rows, lists, self.max_selected, dtype=torch.int32)
         if splits > 1:
             work["partial_o"] = empty(rows, spec.num_heads, splits, spec.dv)
             work["partial_lse"] = empty(rows, spec.num_heads, splits)

@@ -190,7 +190,9 @@ def attend(
     head = (torch.arange(lists, device=q.device) * spec.num_kv_heads // lists)[None, :, None]
     k = torch.where(valid[..., None], store.k[token, head].to(dtype) * spec.k_scale, 0.0)
     v = torch.where(valid[..., None], store.v[token, head].to(dtype) * spec.v_scale, 0.0)
-    scores = q.to(dtype).view(size, lists, spec.num_heads // lists, spec.head_dim) @ k.transpose(-1, -2) * spec.softmax_scale
+    scores = (
+        q.to(dtype).view(size, lists, spec.num_heads // lists, spec.head_dim) @ k.transpose(-1, -2) * spec.softmax_scale
+    )
     if spec.alibi_slopes is not None:
         slopes = torch.tensor(spec.alibi_slopes, dtype=dtype, device=q.device).view(1, lists, -1, 1)
         scores = scores + slopes * (position - (batch.seq_lens[:, None, None] - 1)).to(dtype)[:, :, None, :]
