@@ -16,7 +16,9 @@ _ALLOCATORS = [
 ]
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser, pluginmanager):
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "read by pytest-timeout; without it the tests run unlimited")
     parser.addoption(
         "--update-golden", action="store_true", help="write tests/golden anew from what the compiler generates now"
     )
