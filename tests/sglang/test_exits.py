@@ -85,6 +85,19 @@ CASES = {
         "flow 'running_mean' keeps state per request in 'running', and the radix cache shares pages between requests: "
         "add --disable-radix-cache",
     ),
+    "state, dense below": (
+        (
+            "--flow",
+            "running_mean",
+            "--flow-config",
+            json.dumps({"module_path": str(HERE / "flows" / "running_mean.py"), "dense_below": 512}),
+        ),
+        "dense_below is 512, expected 0 for a flow with state (running)",
+    ),
+    "kv pool of another dtype": (
+        ("--flow", QUEST, "--kv-cache-dtype", "bf16"),
+        "gives a KV pool of torch.bfloat16 and the model computes in torch.float32, expected torch.bfloat16",
+    ),
     "trace of several": (
         ("--flow", QUEST, "--dp-size", "2", "--flow-config", '{"trace": "t.jsonl"}'),
         "--flow-config: trace follows one scheduler, and --dp-size is 2",
