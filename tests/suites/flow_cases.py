@@ -41,6 +41,11 @@ CASES = [
 ]  # fmt: skip
 
 
+def cases_of(name: str) -> list[Case]:
+    """The cases of a flow; short rows are kept dense only without state."""
+    return [c for c in CASES if not (c.spec.dense_below and name in STATEFUL)]
+
+
 def plan_for(name: str, spec: flowlib.Spec, **options: object) -> flowlib.Plan:
     """A flow's plan; where the flow refuses the page size, at its default one."""
     flow = flowlib.build(name, **options)
@@ -50,3 +55,7 @@ def plan_for(name: str, spec: flowlib.Spec, **options: object) -> flowlib.Plan:
         if spec.page_size == flow.default_page_size:
             raise
         return flowlib.profile(flow, spec.replace(page_size=flow.default_page_size))
+
+
+STATEFUL = {name for name in FLOWS if plan_for(name, flowlib.Spec()).state_fields}
+"""Flows that carry something from one step to the next."""

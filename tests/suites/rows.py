@@ -9,7 +9,7 @@ import flowlib
 from flowlib.runtime.plan import StepOutput
 from flowlib.testing import fill_nan, rounding_step, scene
 from flowlib.testing.stages import Run, judge_attention
-from tests.suites.flow_cases import CASES, FLOWS, plan_for
+from tests.suites.flow_cases import CASES, FLOWS, STATEFUL, plan_for
 from tests.suites.same import IMPLEMENTATIONS, LENGTHS, SPEC, bits, differing, int32, page_counts, tokens
 
 flows = pytest.mark.parametrize("name", FLOWS)
@@ -190,9 +190,11 @@ def test_the_budget_of_a_row_follows_its_length(ratio, impl, device):
 @flows
 @impls
 def test_short_rows_can_be_kept_dense(name, impl, device):
+    if name in STATEFUL:
+        with pytest.raises(flowlib.errors.OptionError, match="dense_below is 41, expected 0 for a flow with state"):
+            plan_for(name, SPEC.replace(dense_below=41, top_k=1))
+        return
     plan = plan_for(name, SPEC.replace(dense_below=41, top_k=1))
-    if plan.state_fields:
-        pytest.skip("never for flows with state")
     made = scene(plan, [41, 42, 8, 93], device=device)
     out = plan.step(made.q, made.pool_by(impl), made.batch, impl=impl)
     counts = page_counts(made.lengths, plan.spec.page_size)
