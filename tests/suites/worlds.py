@@ -1,4 +1,4 @@
-"""Small worlds with keys and values that a test chooses: requests in interleaved, descending pages of a NaN-filled pool."""
+"""Small worlds with keys and values that a test chooses, in interleaved, descending pages of a NaN-filled pool."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def repeated(values: Sequence[float], spec: flowlib.Spec, size: int) -> torch.Te
 
 
 def near(one: torch.Tensor, other: torch.Tensor, ulps: float = 4) -> bool:
-    """Equal up to some rounding steps of the coarser dtype, relative to the largest value; infinities of one sign are equal."""
+    """Equal up to some rounding steps of the coarser dtype at the largest value; infinities of one sign are equal."""
     dtype = max((one.dtype, other.dtype), key=lambda t: torch.finfo(t).eps)
     a, b = one.double(), other.double()
     size = torch.where(b.isfinite(), b.abs(), 0.0).max()
