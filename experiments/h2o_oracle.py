@@ -117,8 +117,8 @@ def _draw_request(o: Options, seed: int) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 def _leaning(group: int) -> torch.Tensor:
-    """How far each head leans, 1 on average; heads differ, so that their mean query is not like any of them."""
-    return torch.linspace(0.5, 1.5, group) if group > 1 else torch.ones(1)
+    """How far each head leans, 1 on average; heads differ, so that their mean query does not stand for them."""
+    return torch.linspace(0.0, 2.0, group) if group > 1 else torch.ones(1)
 
 
 class Recurrence:
