@@ -281,7 +281,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for bench_decode.json and .png.")] = Path("out"),
 ) -> None:
     """Times one decode step of flows beside dense attention and the memory floor, behind a correctness gate."""
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, soft_wrap=False)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
     try:
         if device != "cpu" and not torch.cuda.is_available():
             raise BenchError("no CUDA GPU is at hand: on a CPU, --device cpu runs the gate alone")
@@ -294,7 +294,7 @@ def main(
         )  # fmt: skip
         code = Bench(settings, console).run()
     except (BenchError, FlowlibError) as error:
-        console.print(f"bench_decode: {error}", markup=False, style="red")
+        console.print(f"bench_decode: {error}", style="red")
         raise typer.Exit(2) from None
     raise typer.Exit(code)
 

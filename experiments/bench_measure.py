@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from bench_bytes import Moved, count_bytes, dense_bytes
-from bench_gate import PEER_ERROR, peer_error
+from bench_gate import PEER_ERROR, DenseTruth
 from bench_peers import FAILURES, Peer, Peers
 from bench_pools import Problem, Rotation
 from bench_timing import Timed, capture, replay
@@ -184,10 +184,11 @@ def measure_dense(
     """Dense kernels over pools in turn, by name, and why others were not measured. A wrong answer is not timed."""
     spec = stores[0].plan.spec
     ready, refused = peers.prepare(problem, spec)
+    truth = DenseTruth.of(problem, stores[0]) if ready else DenseTruth(())
     found: dict[str, Timed] = {}
     for name, peer in ready.items():
         try:
-            error = peer_error(peer(*_paged(stores[0])), problem, stores[0])
+            error = truth.error(peer(*_paged(stores[0])))
             if not error <= PEER_ERROR:
                 refused[name] = f"wrong: relative error {error:.2g}, expected at most {PEER_ERROR:g}"
                 continue
