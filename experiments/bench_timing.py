@@ -13,7 +13,7 @@ import triton.language as tl
 
 MAX_SAMPLES = 400
 _READ_BLOCK = 8192
-_BANDWIDTH_BYTES = 4 << 30
+_BANDWIDTH_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Bandwidth:
 
 
 def measure_bandwidth(memory: torch.Tensor, seconds: float) -> Bandwidth:
-    """Reads and copies up to 4 GiB of `memory` (contiguous, on the GPU), which is left as it was."""
+    """Reads and copies up to 2 GiB of `memory` (contiguous, on the GPU), which is left as it was."""
     values = memory.view(torch.int32)[: _BANDWIDTH_BYTES // 4]
     programs = -(-values.numel() // _READ_BLOCK)
     sums = torch.empty(programs, dtype=torch.int32, device=memory.device)
