@@ -9,7 +9,8 @@ import torch
 
 import flowlib
 from flowlib.runtime.plan import StepOutput
-from flowlib.testing import fill_nan, reverse_interleaved
+from flowlib.testing import Scene, fill_nan, gamma, reverse_interleaved
+from flowlib.testing.stages import Run, judge_attention
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,14 @@ class World:
         dtype = torch.float64 if impl == "reference" else None
         q = self.queries() if q is None else q
         return self.plan.step(q, self.pool, batch or self.batch, impl=impl, dtype=dtype)
+
+    def judged(self, out: StepOutput, q: torch.Tensor, impl: str) -> None:
+        """Asserts that o and lse are attention over the output's own page lists, within the derived tolerance."""
+        lengths = tuple(len(x) for x in self.k)
+        rows = tuple(enumerate(lengths))
+        made = Scene(self.plan, self.pool, self.batch, q, lengths, self.pages, self.k, self.v, rows)
+        for label, (verdict, where) in judge_attention(Run(impl, made, q, {}, self.pool, out)).items():
+            assert verdict.ok, f"{label}, {where}: {verdict}"
 
     def slots(self, request: int) -> torch.Tensor:
         """Token slots of a request, int64."""
@@ -113,9 +122,13 @@ def repeated(values: Sequence[float], spec: flowlib.Spec, size: int) -> torch.Te
     return torch.tensor(values, dtype=torch.float32)[:, None, None].expand(-1, spec.num_kv_heads, size).contiguous()
 
 
-def near(one: torch.Tensor, other: torch.Tensor, ulps: float = 4) -> bool:
-    """Equal up to some rounding steps of the coarser dtype at the largest value; infinities of one sign are equal."""
+def near(one: torch.Tensor, other: torch.Tensor, terms: int = 64) -> bool:
+    """Equal but for rounding: one step of the coarser dtype and γ of `terms` fp32 roundings, at the largest value.
+
+    For values that are known beforehand; what attention gives for random inputs is judged by :meth:`World.judged`.
+    """
     dtype = max((one.dtype, other.dtype), key=lambda t: torch.finfo(t).eps)
     a, b = one.double(), other.double()
     size = torch.where(b.isfinite(), b.abs(), 0.0).max()
-    return bool(((a == b) | ((a - b).abs() <= ulps * torch.finfo(dtype).eps * size)).all())
+    tolerance = size * (torch.finfo(dtype).eps + (0.0 if dtype is torch.float64 else gamma(terms)))
+    return bool(((a == b) | ((a - b).abs() <= tolerance.clamp(min=1e-12))).all())
