@@ -86,16 +86,19 @@ def compare(dense: Run, sparse: Run) -> Closeness:
 def table(dense: Run, runs: list[Run]) -> Table:
     """The comparison as a table, one column per run."""
     shown = Table(
-        title="Decoding the dense run's tokens step by step (teacher-forced)", title_justify="left", box=SIMPLE_HEAD
+        title="Decoding the dense run's tokens step by step (teacher-forced)",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
     )
-    shown.add_column("")
+    shown.add_column("", no_wrap=True)
     for run in (dense, *runs):
         shown.add_column(run.name, justify="right", no_wrap=True)
     found = [compare(dense, run) for run in runs]
     shown.add_row("pages attended", "all", *(f"{c.attended:,}" for c in found))
-    shown.add_row("of pages cached", "all", *(f"{c.cached:,}" for c in found))
-    shown.add_row("share of pages", percent(1.0), *(percent(c.attended / c.cached) for c in found))
-    shown.add_row("same next token", percent(1.0), *(percent(c.agreement) for c in found))
+    shown.add_row("pages cached", "all", *(f"{c.cached:,}" for c in found))
+    shown.add_row("share", percent(1.0), *(percent(c.attended / c.cached) for c in found))
+    shown.add_row("same token", percent(1.0), *(percent(c.agreement) for c in found))
     shown.add_row("KL to dense", f"{0:.4f}", *(f"{c.kl:.4f}" for c in found))
     shown.add_row("attention mass", percent(1.0), *(percent(c.mass) for c in found))
     shown.add_row("tokens/s", *(f"{run.tokens_per_second:.1f}" for run in (dense, *runs)))
