@@ -45,7 +45,7 @@ SHAPES = [
     ("WhereLess", {}, [(3, 8), (2, 1)], "WhereLess: axis 1 of 'y' is 2, expected 3 or 1"),
     ("Kron", {"dim": 1}, [(3, 8), (2, 5)], "Kron: axis 2 of 'y' is 5, expected 8 or 1 to match 'x' [3, 8]"),
     ("Reshape", {"first": -1, "r": 5, "c": 5}, [(3, 8)], "Reshape: 'x' [., 3, 8] has 24 elements per entry"),
-    ("MaskSlice", {"start": 0, "end": 9, "dim": 2}, [(3, 8)], "MaskSlice: end is 9, expected at most 8, the size of axis"),
+    ("MaskSlice", {"start": 0, "end": 9, "dim": 2}, [(3, 8)], "MaskSlice: end is 9, expected at most 8, the size"),
     ("MaxInterleave", {"dim": 2, "k": 3}, [(3, 8)], "MaxInterleave: axis 2 of 'x' is 8, expected a multiple of k = 3"),
 ]
 

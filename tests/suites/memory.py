@@ -62,7 +62,7 @@ def test_what_is_not_owned_or_not_written_changes_nothing(name, impl, device):
 @flows
 @impls
 def test_a_freed_and_reused_page_shows_no_trace(name, impl, device):
-    """Request B takes over A's pages, in another order and with an unfinished page at its end."""
+    """Request B takes over the pages and the state of A, in another order and with an unfinished page at its end."""
     plan = plan_for(name, SPEC)
     spec, size = plan.spec, plan.spec.page_size
     fresh, used = (flowlib.PagedPool(plan, num_pages=9, device=device) for _ in range(2))
@@ -70,10 +70,12 @@ def test_a_freed_and_reused_page_shows_no_trace(name, impl, device):
         fill_nan(value)
     loud = tokens(spec, 9 * size, seed=1, device=device, scale=50.0)
     used.write(*loud, torch.arange(9 * size, device=device), impl=impl)
+    q = torch.randn(1, spec.num_heads, spec.head_dim, generator=torch.Generator().manual_seed(3)).to(spec.field_dtype)
+    everything = flowlib.Batch(int32([list(range(9))], device), int32([9 * size], device))
+    plan.step(q.to(device), used, everything, impl=impl)
     own, length = [7, 2, 5, 0, 8, 3, 6], 7 * size - max(size // 2, 1)
     slots = torch.tensor([p * size + s for p in own for s in range(size)][:length], device=device)
     k, v = tokens(spec, length, seed=2, device=device)
-    q = torch.randn(1, spec.num_heads, spec.head_dim, generator=torch.Generator().manual_seed(3)).to(spec.field_dtype)
     batch = flowlib.Batch(int32([[*own, -1]], device), int32([length], device))
     outputs = []
     for pool in (fresh, used):
