@@ -200,10 +200,14 @@ class KernelWriter:
 
     def load(self, name: str, address: Address, shape: Inner, paged: bool, dtype: torch.dtype | None) -> Block:
         """Loads a block; masked lanes hold 0."""
-        place, mask = self._place(name, address, shape, paged)
+        flat = paged and self.has_page_axis and shape[0] == 1 and shape[1] > 1
+        place, mask = self._place(name, address, shape, paged, flat)
         guard = f", mask={mask}, other=0.0" if mask else ""
-        variable = self._assign(name, f"tl.load({place}{guard})")
-        return Block(variable, shape, paged, dtype or torch.float32, 0.0)
+        loaded = self._assign(f"{name}_rows" if flat else name, f"tl.load({place}{guard})")
+        known = dtype or torch.float32
+        if not flat:
+            return Block(loaded, shape, paged, known, 0.0)
+        return Block(self._assign(name, f"{loaded}[:, None, :]"), shape, paged, known, 0.0, loaded)
 
     def store(self, name: str, address: Address, block: Block, shape: Inner, paged: bool) -> None:
         """Stores a block, broadcast to `shape`, in the dtype of its destination."""
@@ -213,14 +217,20 @@ class KernelWriter:
         place, mask = self._place(name, address, shape, paged)
         self.line(f"tl.store({place}, {value}.to({address[0]}.dtype.element_ty){f', mask={mask}' if mask else ''})")
 
-    def _place(self, name: str, address: Address, shape: Inner, paged: bool) -> tuple[str, str]:
-        """Writes the lines of an offset and a mask; returns the pointer expression and the mask's name, if any."""
+    def _place(self, name: str, address: Address, shape: Inner, paged: bool, flat: bool = False) -> tuple[str, str]:
+        """Writes the lines of an offset and a mask; returns the pointer expression and the mask's name, if any.
+
+        `flat` leaves out axis 1, of size 1: Triton finds better layouts for blocks of two axes.
+        """
         pointer, terms = address
         if not any("[" in term for term in terms):
             terms = [*terms, f"{self.offset(1)}{_expand(2)}"]
-        self.line(f"# {name} {[self.tile if paged else 1, *shape]}")
-        offset = self._variable(f"o_{name}", " + ".join(terms))
-        mask = self._mask(shape, paged)
+        offset, mask = " + ".join(terms), self._mask(shape, paged)
+        if flat:
+            offset, mask = (t.replace("[:, None, None]", "[:, None]").replace("[None, None, :]", "[None, :]")
+                            for t in (offset, mask))  # fmt: skip
+        self.line(f"# {name} {[self.tile if paged else 1, *shape[1 if flat else 0 :]]}")
+        offset = self._variable(f"o_{name}", offset)
         return f"{pointer} + {offset}", self._variable(f"m_{name}", mask) if mask else ""
 
     def _padded_shape(self, shape: Inner, paged: bool) -> list[int]:

@@ -32,6 +32,7 @@ class Block:
         paged: whether axis 0 runs over pages (else it is 1).
         dtype: the storage dtype of a block just loaded, ``None`` once it is fp32.
         pad: what the padded lanes of axes 1 and 2 hold, if known.
+        flat: the same block without axis 1, ``[pages, c']``, where r is 1 and it was loaded so; else empty.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Block:
     paged: bool
     dtype: torch.dtype | None = None
     pad: float | None = None
+    flat: str = ""
 
 
 class Emitter(Protocol):

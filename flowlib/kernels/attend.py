@@ -32,7 +32,7 @@ def attend_kernel(
     H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     QK_TYPE: tl.constexpr, PV_TYPE: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
-    PHYSICAL: tl.constexpr, PDL: tl.constexpr,
+    PHYSICAL: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_tiles: tl.constexpr = (HEADS + BH - 1) // BH
     i_list, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
@@ -69,21 +69,30 @@ def attend_kernel(
     b_o1 = tl.zeros((BH, max(DV1, 1)), tl.float32)
 
     for o in tl.range(first, last, BT):
-        o_t = o + tl.arange(0, BT)
-        # [BT]
-        b_page = tl.load(p_pages + i_list * M + o_t // PAGE, mask=o_t < last, other=-1)
-        b_pos = b_page * PAGE + o_t % PAGE
-        m_t = (b_page >= 0) & (b_pos < seq_len)
-        # [BT]
-        if PHYSICAL:
-            b_slot = tl.load(p_physical + i_list * M + o_t // PAGE, mask=m_t, other=0).to(tl.int64)
+        if WHOLE:  # [BT / PAGE] pages, each once
+            o_i, o_in = o // PAGE + tl.arange(0, BT // PAGE), tl.arange(0, PAGE)[None, :]
+        else:  # [BT] pages, of every token
+            o_i, o_in = (o + tl.arange(0, BT)) // PAGE, ((o + tl.arange(0, BT)) % PAGE)[:, None]
+        m_i = o_i * PAGE < last
+        b_page = tl.load(p_pages + i_list * M + o_i, mask=m_i, other=0)
+        if PHYSICAL:  # then no load here waits for another one
+            b_physical = tl.load(p_physical + i_list * M + o_i, mask=m_i, other=0)
         else:
-            b_slot = tl.load(p_table + i_b * s_table + b_page, mask=m_t, other=0).to(tl.int64)
-        b_slot = b_slot * PAGE + o_t % PAGE
+            b_physical = tl.load(p_table + i_b * s_table + b_page, mask=m_i, other=0)
+        # [BT]
+        b_pos = tl.reshape(b_page[:, None] * PAGE + o_in, [BT])
+        b_slot = tl.reshape(b_physical.to(tl.int64)[:, None] * PAGE + o_in, [BT])
+        m_t = (o + tl.arange(0, BT) < last) & (b_pos < seq_len)
 
         p_kt = p_k + b_slot[:, None] * s_k_t + i_h * s_k_h
         # [BT, D0]
         b_k0 = tl.load(p_kt + o_d0[None, :], mask=m_t[:, None] & (o_d0 < D)[None, :], other=0.0).to(QK_TYPE)
+        p_vt = p_v + b_slot[:, None] * s_v_t + i_h * s_v_h
+        # [BT, DV0]
+        b_v0 = tl.load(p_vt + o_v0[None, :], mask=m_t[:, None] & (o_v0 < DV)[None, :], other=0.0).to(PV_TYPE)
+        if DV1 > 0:
+            # [BT, DV1]
+            b_v1 = tl.load(p_vt + o_v1[None, :], mask=m_t[:, None] & (o_v1 < DV)[None, :], other=0.0).to(PV_TYPE)
         b_s = tl.dot(b_q0, tl.trans(b_k0), input_precision="ieee")
         if D1 > 0:
             # [BT, D1]
@@ -102,13 +111,8 @@ def attend_kernel(
         b_max = b_new
         b_p = b_p.to(PV_TYPE)
 
-        p_vt = p_v + b_slot[:, None] * s_v_t + i_h * s_v_h
-        # [BT, DV0]
-        b_v0 = tl.load(p_vt + o_v0[None, :], mask=m_t[:, None] & (o_v0 < DV)[None, :], other=0.0).to(PV_TYPE)
         b_o0 = tl.dot(b_p, b_v0, b_o0 * b_decay[:, None], input_precision="ieee")
         if DV1 > 0:
-            # [BT, DV1]
-            b_v1 = tl.load(p_vt + o_v1[None, :], mask=m_t[:, None] & (o_v1 < DV)[None, :], other=0.0).to(PV_TYPE)
             b_o1 = tl.dot(b_p, b_v1, b_o1 * b_decay[:, None], input_precision="ieee")
 
     b_norm = v_scale / tl.where(b_sum == 0.0, 1.0, b_sum)
@@ -201,7 +205,7 @@ def launch_attend(
         pages.shape[-1],
         H=num_kv_heads, G=group_size, LANES=lanes, PAGE=page_size, D=head_dim, D0=d0, D1=d1, DV=v_head_dim, DV0=dv0,
         DV1=dv1, QK_TYPE=qk_type, PV_TYPE=pv_type, HEADS=heads, BH=_HEAD_TILE, BT=block,
-        PHYSICAL=physical is not None, num_warps=warps, num_stages=stages, **options(pdl),
+        PHYSICAL=physical is not None, WHOLE=block % page_size == 0, num_warps=warps, num_stages=stages, **options(pdl),
     )  # fmt: skip
     if num_splits > 1:
         block = min(_MERGE_BLOCK, triton.next_power_of_2(v_head_dim))

@@ -11,15 +11,15 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Waits for the kernels before this one, and lets the next one start."""
+    """Waits for the kernels before this one. The next one may start as soon as this one's programs end: earlier, its
+    programs would fill multiprocessors unevenly while this one still runs."""
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
 
 
 def options(pdl: bool) -> dict[str, Any]:

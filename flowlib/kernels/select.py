@@ -1,6 +1,6 @@
 """Page selection: the budget's best scored pages and the reserved pages of every list, ascending. One program a list.
 
-The k-th highest score is found by counting keys (scores as integers that order as they do) above probes between two
+The k-th highest score is found by counting keys (scores as integers that order as they do) above the middle of two
 bounds, so the result is exact and the same on every run. Rows of up to ``_REGISTER_WIDTH`` pages stay in registers;
 wider ones are read in each round.
 """
@@ -16,7 +16,23 @@ from flowlib.kernels.pdl import begin, options
 
 _REGISTER_WIDTH = 16384  # at most 32767: two counts share an int32
 _LOOP_BLOCK = 8192
+_VALUE_ROUNDS = tl.constexpr(24)
 _KEYS_PER_THREAD = 32
+
+
+@triton.jit
+def _key_of(b_s):
+    """A uint32 that orders as the fp32 value does; -0.0 is 0.0."""
+    b_i = tl.where(b_s == 0.0, 0.0, b_s).to(tl.int32, bitcast=True)
+    b_i = tl.where(b_i < 0, b_i ^ 0x7FFFFFFF, b_i)
+    return b_i.to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
+def _value_of(b_key):
+    """The fp32 value of a key."""
+    b_i = (b_key ^ 0x80000000).to(tl.int32, bitcast=True)
+    return tl.where(b_i < 0, b_i ^ 0x7FFFFFFF, b_i).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -26,10 +42,7 @@ def _keys(p_scores, o_w, s_page, first, last):
     # [BW]
     b_s = tl.load(p_scores + o_w.to(tl.int64) * s_page, mask=m_scored, other=float("-inf"))
     m_scored = m_scored & (b_s > float("-inf"))
-    b_i = tl.where(b_s == 0.0, 0.0, b_s).to(tl.int32, bitcast=True)
-    b_i = tl.where(b_i < 0, b_i ^ 0x7FFFFFFF, b_i)
-    b_key = b_i.to(tl.uint32, bitcast=True) ^ 0x80000000
-    return tl.where(m_scored, b_key, 0)
+    return tl.where(m_scored, _key_of(b_s), 0)
 
 
 @triton.jit
@@ -57,21 +70,18 @@ def _threshold_in_registers(b_key, budget):
     budget = tl.minimum(count, budget)
     low = tl.min(tl.where(b_key > 0, b_key, 0xFFFFFFFF))
     span = tl.max(b_key) - low + 1
-    beyond = tl.zeros((), tl.int32)
+    # keys >= low are `count`, at least the budget; keys >= low + span are less. Halving the values rather than the keys
+    # reaches a probe that hits the budget sooner where scores change sign; halving the keys ends it in any case.
     i_round = tl.zeros((), tl.int32)
-    # count = keys >= low is at least the budget, beyond = keys >= low + span is less; most often the probe that follows
-    # the counts hits the budget itself after a few rounds, and every fourth round halves the span whatever they say
     while (span > 1) & (count != budget) & (budget > 0):
-        share = (count - budget).to(tl.float32) / tl.maximum(count - beyond, 1).to(tl.float32)
-        step = (span.to(tl.float32) * tl.minimum(tl.maximum(share, 0.02), 0.98)).to(tl.uint32)
-        step = tl.where(i_round % 4 == 3, span >> 1, step)
-        step = tl.minimum(tl.maximum(step, 1), span - 1)
-        above = tl.sum((b_key >= low + step).to(tl.int32))
+        half = _key_of(0.5 * _value_of(low) + 0.5 * _value_of(low + span)) - low
+        half = tl.where(i_round < _VALUE_ROUNDS, half, span >> 1)
+        half = tl.minimum(tl.maximum(half, 1), span - 1)
+        above = tl.sum((b_key >= low + half).to(tl.int32))
         up = above >= budget
-        low = tl.where(up, low + step, low)
-        span = tl.where(up, span - step, step)
+        low = tl.where(up, low + half, low)
+        span = tl.where(up, span - half, half)
         count = tl.where(up, above, count)
-        beyond = tl.where(up, beyond, above)
         i_round += 1
     low = tl.where(budget > 0, low, 0xFFFFFFFF)
     return low, budget - tl.sum((b_key > low).to(tl.int32))

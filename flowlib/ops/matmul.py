@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -51,10 +52,11 @@ class GeMM(TileOp):
         raw_x, raw_y = e.raw(x), e.raw(y)
         precision = ""
         if raw_x is None or raw_y is None or x.dtype != y.dtype or x.dtype is torch.float32:
+            y = replace(y, flat="")
             raw_x, raw_y = e.filled(x, self.identity, 2), e.filled(y, self.identity, 2)
             precision = ', input_precision="ieee"'
         columns = e.padded(x.shape[0])
-        left = f"tl.reshape({raw_y}, [{rows}, {depth}])"
+        left = y.flat or f"tl.reshape({raw_y}, [{rows}, {depth}])"
         right = f"tl.trans(tl.reshape({raw_x}, [{columns}, {depth}]))"
         return f"tl.reshape(tl.dot({left}, {right}{precision}), [{e.pages(y)}, {e.padded(y.shape[0])}, {columns}])"
 
