@@ -139,7 +139,7 @@ INDEXER = [
     (WritesField, FormatError, "Mean: 'out' is centroid [P, 1, 64], but only Save writes a field", "return"),
     (Misspelt, FlowDefinitionError, "cache['centriod']: no such field, create_cache and the pool give 'k', 'v', "
      "'centroid'. Did you mean 'centroid'?", "return GeMV()"),
-    (RawTensor, FormatError, "Multiply: 'y' is a Tensor, expected a vTensor", "return"),
+    (RawTensor, FormatError, "Multiply: 'y' is a Tensor (learned parameters are not supported)", "return"),
     (TooMany, FormatError, "Maximum: takes 2 inputs (x, y) and at most one output, got 4 positional", "return"),
 ]  # fmt: skip
 
