@@ -129,3 +129,13 @@ def test_triton_gives_the_reference_tokens(tiny_model, prompts, tmp_path):
         found[impl] = tokens(answers), [json.dumps(line["layers"]) for line in trace]
     assert found["triton"] == found["reference"]
     assert len(found["triton"][1]) == 4
+
+
+def test_retracted_requests_go_on_with_the_dense_tokens(tiny_model, prompts, dense, tmp_path):
+    config = {"top_k": 90, "trace": str(tmp_path / "trace.jsonl")}
+    env = with_plugin(tmp_path, "page_check") | {"PAGE_CHECK_REPORT": str(tmp_path / "report.jsonl")}
+    env |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "4"}
+    answers = generate(tmp_path, waves(prompts)[:1], env, model_path=str(tiny_model), flow=QUEST, flow_config=config)
+    assert tokens(answers) == tokens(dense)[:1]
+    assert min(len(line["cached"]) for line in read_trace(tmp_path / "trace.jsonl")) < 8, "nothing was retracted"
+    assert [line["wrong"] for line in read_trace(tmp_path / "report.jsonl") if line["wrong"]] == []
