@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from flowlib.compiler.load import source_path
 from flowlib.compiler.program import SegmentStage, SelectStage, TileStage
 from flowlib.core.formats import FORMAT
-from flowlib.core.graph import topological
+from flowlib.core.graph import Graph, topological
 from flowlib.core.trace import given_fields
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ def describe(plan: Plan) -> str:
         f"  {f.name:<20} {f.kind:<8} {list(f.shape)!s:<12} {str(f.dtype).removeprefix('torch.')}"
         for f in plan.fields.values()
     ]
+    for graph in (plan.program.traced.cache, plan.program.traced.indexer):
+        lines += ["", f"graph of {graph.side.value}", *graph_lines(graph)]
     lines += ["", "stages, bytes per page and kv head", f"  {'stage':<20} {'reads':>8} {'writes':>8}  kernel"]
     lines += [f"  {name:<20} {reads:>8} {writes:>8}  {kernel}" for name, reads, writes, kernel in stage_rows(plan)]
     rows = spec.max_batch * spec.num_kv_heads
@@ -39,6 +41,22 @@ def describe(plan: Plan) -> str:
         size = b.nbytes(rows, spec.max_pages)
         lines.append(f"  {b.name:<20} fp32 [{rows}, {b.shape[0]}, {b.shape[1]}, {spec.max_pages}] {size} bytes")
     return "\n".join([*lines, "", f"generated module: {source_path(plan.program.source).name}"])
+
+
+def graph_lines(graph: Graph) -> list[str]:
+    """A line per op, inputs before users, then what goes into fields."""
+    names: dict[int, str] = {}
+    lines = []
+    for node in graph.nodes():
+        if node.name:
+            names[id(node)] = node.name
+            continue
+        names[id(node)] = f"%{sum(n.startswith('%') for n in names.values())}"
+        inputs = ", ".join(names[id(x)] for x in node.inputs)
+        size = f"[{node.format.value}, {node.shape[0]}, {node.shape[1]}]"
+        result = "o" if node is graph.selection else names[id(node)]
+        lines.append(f"  {result} = {node.op} of {inputs or 'nothing'}" + ("" if result == "o" else f"  {size}"))
+    return lines + [f"  {field} <- {names[id(node)]}" for field, node in graph.stores.items()]
 
 
 def stage_rows(plan: Plan) -> list[tuple[str, int, int, str]]:
