@@ -53,9 +53,19 @@ def list_flows(flow_file: FlowFile = None) -> None:
 @app.command("profile")
 @guarded
 @takes_spec
-def profile(flow: Name, spec: dict[str, Any], flow_file: FlowFile = None, option: Options = None) -> None:
-    """Print a flow's plan for a spec: fields, stages, bytes, buffers. Needs no GPU and no Triton."""
-    typer.echo(str(plan_of(flow_of(flow, flow_file, option), spec)))
+def profile(
+    flow: Name,
+    spec: dict[str, Any],
+    flow_file: FlowFile = None,
+    option: Options = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(min=0.001, help="Read bandwidth in TB/s: prints the floor time of each stage.")
+    ] = None,
+) -> None:
+    """Print a flow's plan for a spec: fields, graph, stages, bytes, buffers. Needs no GPU and no Triton."""
+    from flowlib.runtime.describe import describe
+
+    typer.echo(describe(plan_of(flow_of(flow, flow_file, option), spec), bandwidth))
 
 
 @app.command("kernels")

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from flowlib.runtime.plan import Plan
 
 
-def describe(plan: Plan) -> str:
-    """What ``print(plan)`` shows."""
+def describe(plan: Plan, bandwidth: float | None = None) -> str:
+    """What ``print(plan)`` shows; with a read `bandwidth` in TB/s the floor time of each stage, too."""
     spec, flow = plan.spec, type(plan.flow).__name__
     lines = [
         f"{flow}: page_size {spec.page_size}, head_dim {spec.head_dim}, "
@@ -32,8 +32,7 @@ def describe(plan: Plan) -> str:
     ]
     for graph in (plan.program.traced.cache, plan.program.traced.indexer):
         lines += ["", f"graph of {graph.side.value}", *graph_lines(graph)]
-    lines += ["", "stages, bytes per page and kv head", f"  {'stage':<20} {'reads':>8} {'writes':>8}  kernel"]
-    lines += [f"  {name:<20} {reads:>8} {writes:>8}  {kernel}" for name, reads, writes, kernel in stage_rows(plan)]
+    lines += ["", *stage_lines(plan, bandwidth)]
     rows = spec.max_batch * spec.num_kv_heads
     total = sum(b.nbytes(rows, spec.max_pages) for b in plan.program.buffers.values())
     lines += ["", f"buffers ({total} bytes for {spec.max_batch} requests of {spec.max_pages} pages)"]
@@ -41,6 +40,29 @@ def describe(plan: Plan) -> str:
         size = b.nbytes(rows, spec.max_pages)
         lines.append(f"  {b.name:<20} fp32 [{rows}, {b.shape[0]}, {b.shape[1]}, {spec.max_pages}] {size} bytes")
     return "\n".join([*lines, "", f"generated module: {source_path(plan.program.source).name}"])
+
+
+def stage_lines(plan: Plan, bandwidth: float | None) -> list[str]:
+    """A line per stage: bytes per page and kv head, MB of one step, floor time."""
+    spec = plan.spec
+    floor = "" if bandwidth is None else f" {'floor us':>9}"
+    lines = [
+        f"stages: bytes per page and kv head; MB a layer, {spec.max_batch} requests of {spec.max_pages} pages",
+        f"  {'stage':<20} {'reads':>8} {'writes':>8} {'MB read':>9} {'MB wrote':>9}{floor}  kernel",
+    ]
+    total = 0.0
+    for name, reads, writes, kernel in stage_rows(plan):
+        selected = plan.max_selected * plan.lanes
+        read_pages = {"update": 1, "attend": selected}.get(name, spec.max_pages)
+        wrote_pages = {"update": 1, "select": selected}.get(name, spec.max_pages)
+        rows = spec.max_batch * spec.num_kv_heads / 1e6
+        read, wrote = rows * read_pages * reads, rows * wrote_pages * writes
+        total += read + wrote
+        floor = "" if bandwidth is None else f" {(read + wrote) / bandwidth:>9.2f}"
+        lines.append(f"  {name:<20} {reads:>8} {writes:>8} {read:>9.3f} {wrote:>9.3f}{floor}  {kernel}")
+    if bandwidth is not None:
+        lines.append(f"  {'floor of a step':<20} {total / bandwidth:>47.2f}  all bytes at {bandwidth:g} TB/s")
+    return lines
 
 
 def graph_lines(graph: Graph) -> list[str]:
@@ -60,7 +82,10 @@ def graph_lines(graph: Graph) -> list[str]:
 
 
 def stage_rows(plan: Plan) -> list[tuple[str, int, int, str]]:
-    """Stage, bytes read and written per page and kv head, kernel; update counts written pages, attend attended ones."""
+    """Stage, bytes read and written per page and kv head, kernel.
+
+    Pages are those that finish (update), those in a list (writes of select, reads of attend), else those of the row.
+    """
     spec = plan.spec
     rows: list[tuple[str, int, int, str]] = []
     for stage in plan.program.stages:
@@ -71,7 +96,7 @@ def stage_rows(plan: Plan) -> list[tuple[str, int, int, str]]:
             rows.append((stage.name, size, size, stage.op.kernel))
         elif isinstance(stage, SelectStage):
             size = 0 if stage.scores is None else plan.program.buffers[stage.scores].nbytes(1, 1)
-            rows.append(("select", size, 4 * stage.lanes, "flowlib.kernels.select:launch_select"))
+            rows.append(("select", size, 8, "flowlib.kernels.select:launch_select"))
     per_page = spec.page_size * (spec.head_dim + spec.dv) * spec.kv_dtype.itemsize
     rows.append(("attend", per_page, 0, "flowlib.kernels.attend:launch_attend"))
     return rows

@@ -99,6 +99,16 @@ def test_profile_prints_the_plan_for_the_numbers_given():
     assert text.rstrip("\n") == str(flowlib.profile(flowlib.build("quest"), spec))
 
 
+def test_profile_prints_the_floor_of_each_stage():
+    numbers = ["--num-kv-heads", 8, "--head-dim", 128, "--max-batch", 16, "--max-pages", 2048, "--top-k", 128]
+    text = call("profile", "quest", *numbers, "--bandwidth", 4.54).stdout
+    score = 16 * 8 * 2048 * (2 * 128 * 2 + 4) / 4.54e6
+    attend = 16 * 8 * 130 * 16 * 2 * 128 * 2 / 4.54e6
+    assert f"{score:.2f}  generated" in text
+    assert f"{attend:.2f}  flowlib.kernels.attend" in text
+    assert "floor us" not in call("profile", "quest", *numbers).stdout
+
+
 def test_profile_takes_the_page_size_of_the_flow():
     assert "page_size 1," in call("profile", "h2o_token").stdout
     assert "page_size 64," in call("profile", "lserve_sparse_attention").stdout
