@@ -7,6 +7,7 @@ import flowlib
 from flowlib.compiler.program import SelectStage, TileStage
 from flowlib.errors import OptionError
 from tests.processes import python
+from tests.refusals import refused
 
 FLOWS = flowlib.list_flows()
 GROUPS, PAGE_SIZES, HEAD_DIMS = (1, 3, 4, 7, 8), (1, 16, 64), (64, 96, 128)
@@ -47,6 +48,12 @@ def test_every_flow_profiles(name, group_size, page_size, head_dim):
         written |= _writes(stage)
     assert read == set(buffers)
     assert set(plan.fields) <= written
+
+
+@pytest.mark.parametrize("name", [n for n in FLOWS if flowlib.build(n).default_page_size == 1])
+def test_a_flow_of_single_tokens_refuses_other_pages(name):
+    with refused(OptionError, f"{name}: page_size is 16, expected 1"):
+        flowlib.profile(flowlib.build(name), flowlib.Spec(page_size=16))
 
 
 @pytest.mark.parametrize("name", FLOWS)
