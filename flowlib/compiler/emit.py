@@ -96,7 +96,10 @@ def _largest(stage: TileStage) -> int:
 
 
 def _elements(node: Node) -> int:
-    return next_power_of_2(node.shape[0]) * next_power_of_2(node.shape[1])
+    own = next_power_of_2(node.shape[0]) * next_power_of_2(node.shape[1])
+    if isinstance(node.op, TileOp) and all(x.format is not FORMAT.BATCHED for x in node.inputs):
+        return max(own, node.op.between(*(x.shape for x in node.inputs)))
+    return own
 
 
 def _write_prologue(w: KernelWriter) -> None:

@@ -46,19 +46,24 @@ class _Cutter:
 
     def cut(self, node: Node) -> None:
         """Ends a kernel at a segment op: its input goes into a buffer, its output comes from one."""
-        op, source_node = node.op, node.inputs[0]
+        op = node.op
         if not isinstance(op, SegmentOp):
             raise FlowDefinitionError(f"{node} is no segment op")
         label = type(op).__name__.lower()
         count = sum(isinstance(s, SegmentStage) for s in self.stages)
         suffix = f"_{count + 1}" if count else ""
-        source = self.materialized(source_node, f"{label}_in{suffix}", f"before_{label}{suffix}")
-        target = source
+        sources = []
+        for name, source in zip(op.names, node.inputs, strict=True):
+            own = "" if len(op.names) == 1 else f"_{name}"
+            sources.append(self.materialized(source, f"{label}_in{own}{suffix}", f"before_{label}{own}{suffix}"))
         per_row = node.format is FORMAT.BATCHED
-        if per_row or not op.aliasable or self.users[id(source_node)] > 1:
+        alone = len(sources) == 1 and self.users[id(node.inputs[0])] == 1
+        if alone and op.aliasable and not per_row:
+            target = sources[0]
+        else:
             target = f"{label}_out{suffix}"
             self.buffers[target] = Buffer(target, node.shape, paged=not per_row)
-        self.stages.append(SegmentStage(f"{label}{suffix}", op, source, target))
+        self.stages.append(SegmentStage(f"{label}{suffix}", op, tuple(sources), target))
         self.leaves[id(node)] = _buffer_leaf(target, node.shape, node.format)
 
     def save(self, stores: Mapping[str, Node]) -> None:

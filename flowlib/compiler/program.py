@@ -54,11 +54,11 @@ class TileStage:
 
 @dataclass(frozen=True)
 class SegmentStage:
-    """A segment op: its hand-written kernel, from one buffer into another (or the same)."""
+    """A segment op: its hand-written kernel, from buffers into another one (or the only one of them)."""
 
     name: str
     op: SegmentOp
-    source: str
+    sources: tuple[str, ...]
     target: str
 
 

@@ -85,9 +85,13 @@ class KernelWriter:
         indices = {"i": f"({flat} // {c})", "j": f"({flat} % {c})"}
         last = f"{next_power_of_2(x.shape[0]) * width - 1}"
         source = f"tl.minimum(({row.format(**indices)}) * {width} + ({column.format(**indices)}), {last})"
-        index = self._variable(f"i_{self.hint}", f"tl.broadcast_to(({source})[None, :], [{pages}, {r * c}])")
-        values = f"tl.reshape({self.fp32(x)}, [{pages}, {next_power_of_2(x.shape[0]) * width}])"
-        return self.let(f"tl.reshape(tl.gather({values}, {index}, axis=1), [{pages}, {r}, {c}])", shape, x)
+        size = next_power_of_2(x.shape[0]) * width
+        if pages == 1:  # Triton compiles a gather along the only axis, but not along the second of [1, n]
+            gathered = f"tl.gather(tl.reshape({self.fp32(x)}, [{size}]), {source}, axis=0)"
+        else:
+            index = self._variable(f"i_{self.hint}", f"tl.broadcast_to(({source})[None, :], [{pages}, {r * c}])")
+            gathered = f"tl.gather(tl.reshape({self.fp32(x)}, [{pages}, {size}]), {index}, axis=1)"
+        return self.let(f"tl.reshape({gathered}, [{pages}, {r}, {c}])", shape, x)
 
     def padded(self, size: int) -> int:
         return next_power_of_2(size)

@@ -118,7 +118,7 @@ def _check_formats(op: Op, inputs: Sequence[vTensor], context: ContextBase) -> N
     for label, x in zip(op.names, inputs, strict=True):
         if context.side is Side.CACHE and x.format is not FORMAT.PAGED:
             raise FormatError(f"{type(op).__name__}: '{label}' is {x.format.name}, expected PAGED in forward_cache")
-        if op.across_pages and x is inputs[0] and x.format is FORMAT.BATCHED:
+        if op.across_pages and label not in op.per_row and x.format is FORMAT.BATCHED:
             raise FormatError(
                 f"{type(op).__name__}: '{label}' is {x!r}, expected RAGGED or PAGED: "
                 "it has one entry per row, so there are no pages to work across"

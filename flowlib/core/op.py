@@ -101,6 +101,8 @@ class Op:
     """Whether the call's last argument on the indexer side is ``o``."""
     across_pages: ClassVar[bool] = False
     """Whether it works along axis 0, the scored pages of a row."""
+    per_row: ClassVar[tuple[str, ...]] = ()
+    """Inputs of an op across pages that have one entry per row."""
     selection_value: ClassVar[bool] = False
     """Whether it may be called without ``o`` and then gives a selection for Union."""
     shaped_like_output: ClassVar[bool] = False
@@ -149,6 +151,10 @@ class TileOp(Op):
     def emit(self, e: Emitter, *xs: Block) -> Block:
         """Writes the op's Triton text."""
         raise NotImplementedError(f"{type(self).__name__}.emit")
+
+    def between(self, *shapes: Inner) -> int:
+        """Elements per entry of the largest block that the emission makes on its way, if larger than its result."""
+        return 0
 
 
 class SourceOp(TileOp):

@@ -21,6 +21,7 @@ from flowlib.ops.elementwise import (
     WhereLessEqual,
     WhereNotEqual,
 )
+from flowlib.ops.gaussian_tau import GaussianTau
 from flowlib.ops.interleave import (
     CMaxInterleave,
     CMeanInterleave,
@@ -95,6 +96,7 @@ __all__ = [
     "Divide",
     "Exp",
     "Fill",
+    "GaussianTau",
     "GeMM",
     "GeMV",
     "Kron",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import ClassVar
 
@@ -47,6 +48,10 @@ class GeMM(TileOp):
         if x.shape[0] == 1:
             return e.let(f"tl.sum({left} * {right}, axis=2, keep_dims=True)", shape, x, y)
         return e.let(f"tl.sum({left}[:, :, None, :] * {right}[:, None, :, :], axis=3)", shape, x, y)
+
+    def between(self, x: Inner, y: Inner) -> int:
+        sizes = (x[0], y[0], x[1])
+        return math.prod(1 << (n - 1).bit_length() for n in sizes) if min(x[0], y[0]) > 1 else 0
 
     def _dot(self, e: Emitter, x: Block, y: Block, rows: int, depth: int) -> str:
         raw_x, raw_y = e.raw(x), e.raw(y)

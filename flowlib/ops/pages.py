@@ -112,11 +112,11 @@ class Conv1d(_Pages):
             )
 
     def meaning(self, x: torch.Tensor, *, scored: torch.Tensor) -> torch.Tensor:
-        outside = ~scored[:, :, None, None]
-        rows = x.masked_fill(outside, 0.0).flatten(2).transpose(1, 2).flatten(0, 1)[:, None]  # [R * r * c, 1, W]
-        weight = torch.tensor(self.weight, dtype=x.dtype, device=x.device)[None, None]
-        y = torch.nn.functional.conv1d(rows, weight, padding=len(self.weight) // 2)
-        return y.view(x.shape[0], -1, x.shape[1]).transpose(1, 2).reshape(x.shape).masked_fill(outside, 0.0)
+        outside, side = ~scored[:, :, None, None], len(self.weight) // 2
+        padded = torch.nn.functional.pad(x.masked_fill(outside, 0.0), (0, 0, 0, 0, side, side))
+        width = x.shape[1]
+        shifted = [w * padded[:, tap : tap + width] for tap, w in enumerate(self.weight)]
+        return torch.stack(shifted).sum(0).masked_fill(outside, 0.0)
 
     def options(self) -> dict[str, object]:
         return {"weight": self.weight}

@@ -107,6 +107,7 @@ class Threshold(topK):
     """
 
     names: ClassVar[tuple[str, ...]] = ("x", "tau")
+    per_row: ClassVar[tuple[str, ...]] = ("tau",)
     selection_value: ClassVar[bool] = True
 
     def __init__(self, max_k: int | None = None) -> None:

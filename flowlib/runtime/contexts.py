@@ -105,7 +105,7 @@ class RunContext(ContextBase):
         if result is None:
             raise FormatError(f"{type(op).__name__}: can't be called alone")
         if isinstance(op, SegmentOp):
-            return self._wrap(result, self._segment(op, inputs[0]))
+            return self._wrap(result, self._segment(op, inputs))
         node = self._one_op(op, inputs, result)
         if op.saves and isinstance(target, vTensor):
             return self._saved(inputs[0], target)
@@ -221,15 +221,16 @@ class RunContext(ContextBase):
 
     # -- one segment op, one selection
 
-    def _segment(self, op: SegmentOp, x: vTensor) -> torch.Tensor:
-        rows = self._rows_of(x)
+    def _segment(self, op: SegmentOp, inputs: tuple[vTensor, ...]) -> torch.Tensor:
+        x, rows = inputs[0], [self._rows_of(x) for x in inputs]
         if self.mode is Mode.REFERENCE:
-            return op.meaning(rows.to(self.dtype), scored=self._scored()).flatten(0, 1)
-        planes = rows.to(torch.float32).flatten(2).transpose(1, 2).contiguous()  # [R, r * c, W]
+            return op.meaning(*(r.to(self.dtype) for r in rows), scored=self._scored()).flatten(0, 1)
+        planes = [r.to(torch.float32).flatten(2).transpose(1, 2).contiguous() for r in rows]  # [R, r * c, W]
         per_row = op.result_format([x.format], self.side) is FORMAT.BATCHED
-        y = planes.new_full(planes.shape[:2] if per_row else planes.shape, float("nan"))
+        shape = planes[0].shape
+        y = planes[0].new_full(shape[:2] if per_row else shape, float("nan"))
         load_function(op.kernel)(
-            planes, y, self.batch.seq_lens, num_kv_heads=self.spec.num_kv_heads, page_size=self.spec.page_size,
+            *planes, y, self.batch.seq_lens, num_kv_heads=self.spec.num_kv_heads, page_size=self.spec.page_size,
             bos=self.spec.bos, eos=self.spec.eos, **op.options(),
         )  # fmt: skip
         if per_row:

@@ -92,8 +92,9 @@ def stage_rows(plan: Plan) -> list[tuple[str, int, int, str]]:
         if isinstance(stage, TileStage):
             rows.append((stage.name, _reads(plan, stage), _writes(plan, stage), "generated"))
         elif isinstance(stage, SegmentStage):
-            size = plan.program.buffers[stage.source].nbytes(1, 1)
-            rows.append((stage.name, size, size, stage.op.kernel))
+            size = sum(plan.program.buffers[source].nbytes(1, 1) for source in stage.sources)
+            target = plan.program.buffers[stage.target]
+            rows.append((stage.name, size, target.nbytes(1, 1) if target.paged else 0, stage.op.kernel))
         elif isinstance(stage, SelectStage):
             size = 0 if stage.scores is None else plan.program.buffers[stage.scores].nbytes(1, 1)
             rows.append(("select", size, 8, "flowlib.kernels.select:launch_select"))

@@ -117,7 +117,8 @@ class Executor:
     def _segment(self, stage: SegmentStage, out: StepOutput, batch: Batch, pdl: bool) -> None:
         spec = self.plan.spec
         self.segments[stage.name](
-            out.workspace[stage.source].flatten(1, 2), self._target(stage, out), batch.seq_lens,
+            *(out.workspace[source].flatten(1, 2) for source in stage.sources), self._target(stage, out),
+            batch.seq_lens,
             num_kv_heads=spec.num_kv_heads, page_size=spec.page_size, bos=spec.bos, eos=spec.eos, pdl=pdl,
             **stage.op.options(),
         )  # fmt: skip

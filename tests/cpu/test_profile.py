@@ -125,7 +125,7 @@ def test_no_triton_is_imported():
 def _reads(stage) -> set[str]:
     if isinstance(stage, TileStage):
         return {leaf.name for output in stage.outputs for leaf in _leaves(output.node)}
-    source = stage.scores if isinstance(stage, SelectStage) else stage.source
+    source = stage.scores if isinstance(stage, SelectStage) else stage.sources[0]
     return {source} - {None}
 
 

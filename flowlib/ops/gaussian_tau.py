@@ -1,0 +1,147 @@
+"""The distributional threshold of entmax: what the normaliser would be if scores were normal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+
+from flowlib.core.errors import OptionError, ShapeError
+from flowlib.core.formats import FORMAT, Side
+from flowlib.core.op import Inner, SegmentOp
+from flowlib.core.spec import Spec
+
+BISECTIONS = 80
+MIN_SIGMA = 1e-6
+NODES = 96
+REACH = 9.0
+FAR = 64.0
+"""Deviations beyond which a normal density is nothing in fp32."""
+
+
+class GaussianTau(SegmentOp):
+    """The estimated threshold of alpha-entmax from per-page means and deviations of the scores.
+
+    mu and sigma are RAGGED ``[S, r, c]``, mean and standard deviation of the scores of each page's tokens; the result
+    is BATCHED. With a = alpha − 1 it solves Σ E[max(a·S − tau, 0)^(1/a)] = 1 over the tokens of the row's scored pages,
+    S normal with the row's mean and deviation, or page by page (`mixture`), and lowers tau by a margin:
+    a · max(safety_margin_z · sigma_row, excess · max(tau / a − mean(mu + 1.5 · sigma), 0)). It lives in the scaled
+    domain: a page is kept where a · (mu + z · sigma) exceeds it. A row without a scored page gives 0.
+
+    Args:
+        alpha: in (1, 2].
+        safety_margin_z: row deviations subtracted.
+        excess: share of the height above the typical page maximum that is subtracted.
+        mixture: a normal per page (for scores with a slope) instead of one per row.
+
+    Source: EntmaxKV (arXiv:2605.21649), section on Gaussian-aware selection.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("mu", "sigma")
+    kernel: ClassVar[str] = "flowlib.kernels.gaussian:launch_gaussian_tau"
+
+    def __init__(self, alpha: float, safety_margin_z: float = 0.0, excess: float = 0.1, mixture: bool = False) -> None:
+        if not 1.0 < alpha <= 2.0:
+            raise OptionError(f"GaussianTau: alpha is {alpha}, expected a number above 1 and at most 2")
+        for name, value in (("safety_margin_z", safety_margin_z), ("excess", excess)):
+            if not value >= 0.0:
+                raise OptionError(f"GaussianTau: {name} is {value}, expected at least 0")
+        self.alpha = float(alpha)
+        self.safety_margin_z = float(safety_margin_z)
+        self.excess = float(excess)
+        self.mixture = mixture
+        self.page_size = 0
+
+    def bound(self, spec: Spec) -> GaussianTau:
+        if self.page_size == spec.page_size:
+            return self
+        resolved = GaussianTau(self.alpha, self.safety_margin_z, self.excess, self.mixture)
+        resolved.page_size = spec.page_size
+        return resolved
+
+    def infer(self, mu: Inner, sigma: Inner) -> Inner:
+        if mu != sigma:
+            axis = 1 if mu[0] != sigma[0] else 2
+            raise ShapeError(
+                f"GaussianTau: axis {axis} of 'sigma' is {sigma[axis - 1]}, expected {mu[axis - 1]} to match 'mu'"
+            )
+        return mu
+
+    def result_format(self, formats: Sequence[FORMAT], side: Side) -> FORMAT:
+        return FORMAT.BATCHED
+
+    def meaning(self, mu: torch.Tensor, sigma: torch.Tensor, *, scored: torch.Tensor) -> torch.Tensor:
+        mask, a = scored[:, :, None, None], self.alpha - 1.0
+        count = mask.sum(1, keepdim=True).clamp(min=1).to(mu.dtype)
+        mu, sigma = mu.masked_fill(~mask, 0.0), sigma.masked_fill(~mask, 0.0)
+        mean = mu.sum(1, keepdim=True) / count
+        spread = (mu - mean).masked_fill(~mask, 0.0)
+        row = ((sigma * sigma + spread * spread).sum(1, keepdim=True) / count).sqrt().clamp(min=MIN_SIGMA)
+        centre, width, weight = mean, row, count * self.page_size
+        if self.mixture:
+            centre, width = torch.where(mask, mu, mean), sigma
+            weight = (mask * self.page_size).to(mu.dtype).expand_as(mu)
+        tau = self._solve(centre, width, weight, mask.sum(1, keepdim=True) * self.page_size)
+        upper = (mu + 1.5 * sigma).sum(1, keepdim=True) / count
+        margin = torch.maximum(self.safety_margin_z * row, self.excess * (tau / a - upper).clamp(min=0.0))
+        return (tau - a * margin).masked_fill(~mask.any(1, keepdim=True), 0.0)
+
+    def _solve(
+        self, centre: torch.Tensor, width: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Bisection: the left end is at or below the root, since the mass of one normal there is at least 1."""
+        a = self.alpha - 1.0
+        top = a * centre.amax(1, keepdim=True)
+        reach = (2.0 * torch.log(tokens.to(centre.dtype) + 1.0)).sqrt() + 8.0
+        low, high = top - 1.0, top + a * width.amax(1, keepdim=True) * reach
+        for _ in range(BISECTIONS):
+            middle = 0.5 * (low + high)
+            mass = (weight * expected_power(a * centre - middle, a * width, 1.0 / a)).sum(1, keepdim=True)
+            low, high = torch.where(mass >= 1.0, middle, low), torch.where(mass >= 1.0, high, middle)
+        return 0.5 * (low + high)
+
+    def options(self) -> dict[str, object]:
+        return {
+            "alpha": self.alpha,
+            "safety_margin_z": self.safety_margin_z,
+            "excess": self.excess,
+            "mixture": self.mixture,
+        }
+
+
+def expected_power(mean: torch.Tensor, sigma: torch.Tensor, beta: float) -> torch.Tensor:
+    """E[max(Y, 0)^beta] of a normal Y; far above 0 by its expansion, which no small sigma can upset."""
+    t = mean / sigma.clamp(min=1e-10)
+    near = t.clamp(max=FAR)
+    scaled = sigma.clamp(min=1e-10) ** beta * truncated_moment(near, beta)
+    expansion = mean.clamp(min=0.0) ** beta * (1.0 + 0.5 * beta * (beta - 1.0) / t.clamp(min=FAR) ** 2)
+    return torch.where(t > FAR, expansion, scaled)
+
+
+def truncated_moment(t: torch.Tensor, beta: float) -> torch.Tensor:
+    """E[max(t + Z, 0)^beta] of a standard normal Z; closed forms for beta 1, 2 and 3, else a quadrature."""
+    density = torch.exp(-0.5 * t * t) / math.sqrt(2.0 * math.pi)
+    below = torch.special.erfc(-t / math.sqrt(2.0)) / 2.0
+    closed: dict[float, Callable[[], torch.Tensor]] = {
+        1.0: lambda: t * below + density,
+        2.0: lambda: (t * t + 1.0) * below + t * density,
+        3.0: lambda: (t * t + 3.0) * t * below + (t * t + 2.0) * density,
+    }
+    order = round(beta)
+    if abs(beta - order) < 1e-9 and float(order) in closed:
+        return closed[float(order)]().clamp(min=0.0)
+    return _quadrature(t, beta)
+
+
+def _quadrature(t: torch.Tensor, beta: float) -> torch.Tensor:
+    """∫ x^beta · density(x − t) dx over x > 0, with x = u², which smooths the power at 0."""
+    steps = (torch.arange(NODES, dtype=t.dtype, device=t.device) + 0.5) / NODES
+    start, end = (t - REACH).clamp(min=0.0).sqrt(), (t.clamp(min=0.0) + REACH).sqrt()
+    total = torch.zeros_like(t)
+    for step in steps:
+        u = start + (end - start) * step
+        x = u * u
+        total += x**beta * torch.exp(-0.5 * (x - t) ** 2) * 2.0 * u
+    return total * (end - start) / NODES / math.sqrt(2.0 * math.pi)
