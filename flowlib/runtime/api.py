@@ -10,6 +10,7 @@ import torch
 import flowlib.algorithms  # noqa: F401  (registers the built-in flows)
 from flowlib.compiler.pipeline import compile_flow
 from flowlib.core import registry
+from flowlib.core.errors import FormatError, OptionError
 from flowlib.core.flow import vFlow
 from flowlib.core.spec import Spec
 from flowlib.runtime import reference
@@ -45,6 +46,11 @@ def profile(flow: vFlow, spec: Spec) -> Plan:
     Raises:
         FlowDefinitionError, ShapeError, FormatError, OptionError: with the line of the flow's file.
     """
+    if not isinstance(flow, vFlow):
+        got = f"the class {flow.__name__}" if isinstance(flow, type) else repr(flow)
+        raise FormatError(f"profile: 'flow' is {got}; pass an instance: flowlib.build(name) or FlowClass()")
+    if not isinstance(spec, Spec):
+        raise FormatError(f"profile: 'spec' is {type(spec).__name__}, expected flowlib.Spec(...)")
     return Plan(compile_flow(flow, spec), spec)
 
 
@@ -60,10 +66,14 @@ def dense(
     q: torch.Tensor, store: KVStore, batch: Batch, impl: str = "reference", dtype: torch.dtype | None = None
 ) -> DenseOutput:
     """Exact attention over the whole row, with the arguments of :meth:`flowlib.Plan.step`."""
+    if not isinstance(store, KVStore):
+        raise FormatError(f"dense: the pool is {type(store).__name__}, expected a flowlib.PagedPool or KVStore")
     plan = store.plan
+    plan.check_inputs("dense", q, store, batch)
     plan.check_impl(impl, store.device)
-    plan.check_step(q, store, batch)
     if impl == "triton":
+        if dtype is not None:
+            raise OptionError("dense: dtype is for impl='reference'; impl='triton' accumulates in fp32")
         from flowlib.runtime.execute import attend_everything
 
         return DenseOutput(*attend_everything(plan, q, store, batch))

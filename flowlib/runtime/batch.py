@@ -11,24 +11,26 @@ class Batch:
     """Page table and lengths of one step; one row per query token.
 
     Args:
-        page_table: int32 ``[bs, W]``, logical to physical page. Entries past a row's pages are never read.
-        seq_lens: int32 ``[bs]``, tokens of each request, the query tokens among them.
+        page_table: int32 ``[bs, W]``, logical to physical page, columns adjacent in memory. Entries past a row's pages
+            are never read.
+        seq_lens: int32 ``[bs]``, tokens of each request, the query tokens among them; contiguous.
         q_lens: int32 ``[bs]``, query tokens of each request; ``None`` means one each. Token j of a request sees
             ``seq_len - q_len + j + 1`` tokens.
 
     Attributes:
         page_table: int32 ``[rows, W]``.
         seq_lens: int32 ``[rows]``, tokens each query token sees.
-        multi_token: whether `q_lens` was given.
+        multi_token: whether some request has more than one query token.
 
     Raises:
-        BatchError: wrong dtype, rank or size; a length that is negative or longer than the table (checked on CPU
-            tensors only: on a device it would wait for it).
+        BatchError: wrong dtype, rank, size or strides; a length that is negative or longer than the table (checked on
+            CPU tensors only: on a device it would wait for it).
     """
 
     def __init__(self, page_table: torch.Tensor, seq_lens: torch.Tensor, q_lens: torch.Tensor | None = None) -> None:
         _check_int32("page_table", page_table, 2)
         _check_int32("seq_lens", seq_lens, 1)
+        _check_strides(page_table, seq_lens)
         if page_table.shape[0] != seq_lens.shape[0]:
             raise BatchError(
                 f"Batch: seq_lens has {seq_lens.shape[0]} values, expected {page_table.shape[0]}, "
@@ -40,9 +42,10 @@ class Batch:
             )
         if not seq_lens.is_cuda and bool((seq_lens < 0).any()):
             raise BatchError(f"Batch: seq_lens has {int(seq_lens.min())}, expected lengths of at least 0")
-        self.multi_token = q_lens is not None
+        self.multi_token = False
         if q_lens is not None:
             page_table, seq_lens = _expand(page_table, seq_lens, q_lens)
+            self.multi_token = bool((q_lens > 1).any())
         self.page_table = page_table
         self.seq_lens = seq_lens
 
@@ -66,6 +69,16 @@ def _check_int32(name: str, value: torch.Tensor, rank: int) -> None:
     if not isinstance(value, torch.Tensor) or value.dim() != rank or value.dtype is not torch.int32:
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise BatchError(f"Batch: {name} is {got}, expected an int32 tensor of rank {rank}")
+
+
+def _check_strides(page_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    if page_table.stride(1) != 1 and page_table.shape[1] > 1:
+        raise BatchError(
+            f"Batch: the columns of page_table have stride {page_table.stride(1)}, expected 1; "
+            "pass page_table.contiguous()"
+        )
+    if not seq_lens.is_contiguous():
+        raise BatchError(f"Batch: seq_lens has stride {seq_lens.stride(0)}, expected 1; pass seq_lens.contiguous()")
 
 
 def _expand(

@@ -19,7 +19,7 @@ from flowlib.core.vtensor import SelectionHandle, vTensor
 from flowlib.runtime import reference
 from flowlib.runtime.batch import Batch
 from flowlib.runtime.plan import Plan
-from flowlib.runtime.pool import KVStore
+from flowlib.runtime.pool import KVStore, check_integers
 
 
 class RunContext(ContextBase):
@@ -83,10 +83,22 @@ class RunContext(ContextBase):
 
     def run_indexer(self, flow: object, q: Any, o: SelectionHandle, cache: Mapping[str, Any]) -> None:
         self._check_flow(flow)
-        queries = _data(q) if isinstance(q, vTensor) else q
-        queries = queries.reshape(self.batch.size, self.spec.num_heads, self.spec.head_dim)
-        done = self.plan.step(queries, self.store, self.batch, impl=self.impl)
+        queries = self._queries(_data(q) if isinstance(q, vTensor) else q)
+        dtype = self.dtype if self.mode is Mode.REFERENCE else None
+        done = self.plan.step(queries, self.store, self.batch, impl=self.impl, dtype=dtype)
         o.pages, o.lengths = done.pages, done.lengths
+
+    def _queries(self, q: object) -> torch.Tensor:
+        """q ``[rows * H_kv, G, D]``, as a flow gets it, or ``[rows, H_q, D]`` as the latter."""
+        spec = self.spec
+        entries, heads = [self.rows, spec.group_size, spec.head_dim], [self.batch.size, spec.num_heads, spec.head_dim]
+        got = list(q.shape) if isinstance(q, torch.Tensor) else type(q).__name__
+        if not isinstance(q, torch.Tensor) or got not in (entries, heads):
+            raise ShapeError(
+                f"forward_indexer: 'q' is {got}, expected {entries} [rows * num_kv_heads, G, D] or "
+                f"{heads} [rows, H_q, D]"
+            )
+        return q.reshape(heads)
 
     def apply(
         self,
@@ -183,6 +195,8 @@ class RunContext(ContextBase):
     def _written(self, op: Op, node: Node, inputs: tuple[vTensor, ...], target: object, loc: object) -> vTensor:
         if not isinstance(loc, torch.Tensor):
             raise FormatError(f"{type(op).__name__}: loc is {type(loc).__name__}, expected int64 token slots [T]")
+        limit = self.store.num_pages * self.spec.page_size
+        check_integers(f"{type(op).__name__}: loc", loc, "T", limit, self.store.device)
         if target is None:
             shape = (self.store.num_pages * self.spec.num_kv_heads, *node.shape)
             target = self._wrap((FORMAT.PAGED, node.shape), torch.full(shape, float("nan"), device=self.store.device))
@@ -193,7 +207,7 @@ class RunContext(ContextBase):
         else:
             stage = TileStage("one_op", (Output(node, "y", "field"),), on_write=True)
             tensors = {f"x{i}": _data(x).contiguous() for i, x in enumerate(inputs)}
-            self._kernel(stage).on_written({**tensors, "y": _data(target)}, loc)
+            self._kernel(stage).on_written({**tensors, "y": _data(target)}, loc.contiguous())
         return target
 
     def _written_reference(self, node: Node, inputs: tuple[vTensor, ...], y: torch.Tensor, loc: torch.Tensor) -> None:

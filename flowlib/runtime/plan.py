@@ -14,7 +14,7 @@ from flowlib.core.graph import Field
 from flowlib.core.spec import Spec
 from flowlib.runtime import reference
 from flowlib.runtime.batch import Batch
-from flowlib.runtime.pool import KVStore
+from flowlib.runtime.pool import KVStore, check_integers
 
 IMPLEMENTATIONS = ("reference", "triton")
 
@@ -139,8 +139,21 @@ class Plan:
             self._executor  # noqa: B018  (loaded here, used later)
 
     def update(self, store: KVStore, loc: torch.Tensor, impl: str = "reference") -> None:
-        """Runs ``forward_cache`` for the pages whose last slot is in `loc` (int64 ``[T]``), their K and V stored."""
+        """Runs ``forward_cache`` for the pages whose last slot is in `loc`, their K and V stored; copies nothing.
+
+        Args:
+            store: the pool.
+            loc: int64 ``[T]`` token slots, contiguous.
+            impl: ``"reference"`` or ``"triton"``.
+
+        Raises:
+            FormatError, BatchError, OptionError, BackendError: before anything runs.
+        """
+        self._check_store("update", store)
         self.check_impl(impl, store.device)
+        check_integers("update: loc", loc, "T", store.num_pages * self.spec.page_size, store.device)
+        if not loc.is_contiguous():
+            raise BatchError(f"update: loc has stride {loc.stride(0)}, expected 1; pass loc.contiguous()")
         if impl == "triton":
             self._executor.update(store, loc)
         else:
@@ -161,8 +174,8 @@ class Plan:
         Raises:
             BatchError, ShapeError, FormatError, OptionError, BackendError: before anything runs.
         """
-        self.check_impl(impl, store.device)
         self.check_step(q, store, batch)
+        self.check_impl(impl, store.device)
         if impl == "triton":
             if dtype is not None:
                 raise OptionError("step: dtype is for impl='reference'; impl='triton' accumulates in fp32")
@@ -175,8 +188,11 @@ class Plan:
             self.spec, o, done.lse, done.pages, done.lengths, _widened(done.scores, batch), batch.seq_lens
         )
 
-    def allocate(self, rows: int, width: int, device: str | torch.device) -> StepOutput:
-        """Outputs and workspace of :meth:`launch` for `rows` rows and a page table of `width` columns."""
+    def allocate(self, rows: int, width: int, device: str | torch.device, scores: bool = True) -> StepOutput:
+        """Outputs and workspace of :meth:`launch` for `rows` rows and a page table of `width` columns.
+
+        Without `scores` the buffers of scoring are left out: enough to attend given page lists.
+        """
         from flowlib.kernels.attend import num_splits
 
         spec, heads = self.spec, self.spec.num_kv_heads
@@ -189,6 +205,7 @@ class Plan:
         work = {
             n: empty(rows * heads, *b.shape, width) if b.paged else empty(rows, heads * b.shape[0], b.shape[1])
             for n, b in self.program.buffers.items()
+            if scores
         }
         work["physical"] = empty(rows, lists, self.max_selected, dtype=torch.int32)
         if splits > 1:
@@ -196,14 +213,14 @@ class Plan:
             work["partial_lse"] = empty(rows, spec.num_heads, splits)
         if spec.alibi_slopes is not None:
             work["alibi_slopes"] = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)
-        scores = self.program.selection.scores
+        scored = self.program.selection.scores if scores else None
         return StepOutput(
             spec,
             o=empty(rows, spec.num_heads, spec.dv, dtype=spec.field_dtype),
             lse=empty(rows, spec.num_heads),
             pages=empty(rows, lists, self.max_selected, dtype=torch.int32),
             lengths=empty(rows, lists, dtype=torch.int32),
-            raw_scores=None if scores is None else work[scores].flatten(1, 2),
+            raw_scores=None if scored is None else work[scored].flatten(1, 2),
             workspace=work,
             num_splits=splits,
         )
@@ -217,42 +234,66 @@ class Plan:
 
     def check_step(self, q: torch.Tensor, store: KVStore, batch: Batch) -> None:
         """Raises if queries, pool and batch do not fit the plan. Lengths and page ids are looked at on the CPU only."""
-        spec = self.spec
-        wanted = (batch.size, spec.num_heads, spec.head_dim)
-        if tuple(q.shape) != wanted:
-            raise ShapeError(f"step: 'q' is {list(q.shape)}, expected {list(wanted)} [rows, H_q, D]")
-        if q.dtype is not spec.field_dtype:
-            raise FormatError(f"step: 'q' is {q.dtype}, expected {spec.field_dtype} to match the spec's kv_dtype")
-        if store.plan.storage != self.storage:
-            raise BatchError(
-                f"step: the pool holds {store.plan.storage}, this plan needs {self.storage}; "
-                "make it with PagedPool(plan, ...)"
-            )
+        self.check_inputs("step", q, store, batch)
         if batch.multi_token and self.state_fields:
             raise BatchError(
                 f"step: q_lens with state field {self.state_fields[0]!r}: state carries from one step to the next, "
                 "so a request has one query token per step"
             )
-        if len({q.device, store.device, batch.device}) > 1:
-            raise BatchError(f"step: q is on {q.device}, the pool on {store.device}, the batch on {batch.device}")
-        if batch.device.type == "cpu" and batch.size:
-            self._check_rows(store, batch)
 
-    def _check_rows(self, store: KVStore, batch: Batch) -> None:
+    def check_inputs(self, what: str, q: torch.Tensor, store: KVStore, batch: Batch) -> None:
+        """As :meth:`check_step` for a call named `what` that leaves the flow's state alone."""
+        self._check_store(what, store)
+        if not isinstance(batch, Batch):
+            raise FormatError(
+                f"{what}: 'batch' is {type(batch).__name__}, expected flowlib.Batch(page_table, seq_lens)"
+            )
+        self._check_queries(what, q, batch)
+        if len({q.device, store.device, batch.device}) > 1:
+            raise BatchError(f"{what}: q is on {q.device}, the pool on {store.device}, the batch on {batch.device}")
+        if batch.device.type == "cpu" and batch.size:
+            self._check_rows(what, store, batch)
+
+    def _check_queries(self, what: str, q: torch.Tensor, batch: Batch) -> None:
+        spec = self.spec
+        wanted = (batch.size, spec.num_heads, spec.head_dim)
+        if not isinstance(q, torch.Tensor):
+            raise FormatError(f"{what}: 'q' is {type(q).__name__}, expected a tensor {list(wanted)} [rows, H_q, D]")
+        if tuple(q.shape) != wanted:
+            raise ShapeError(f"{what}: 'q' is {list(q.shape)}, expected {list(wanted)} [rows, H_q, D]")
+        if q.dtype is not spec.field_dtype:
+            raise FormatError(f"{what}: 'q' is {q.dtype}, expected {spec.field_dtype} to match the spec's kv_dtype")
+        if q.stride(-1) != 1 and spec.head_dim != 1:
+            raise FormatError(
+                f"{what}: the last axis of 'q' has stride {q.stride(-1)}, expected 1; pass q.contiguous()"
+            )
+
+    def _check_store(self, what: str, store: KVStore) -> None:
+        if not isinstance(store, KVStore):
+            raise FormatError(
+                f"{what}: the pool is {type(store).__name__}, expected flowlib.PagedPool(plan, num_pages) or a KVStore"
+            )
+        if store.plan is not self and store.plan.storage != self.storage:
+            raise BatchError(
+                f"{what}: the pool holds {store.plan.storage}, this plan needs {self.storage}; "
+                "make it with PagedPool(plan, ...)"
+            )
+
+    def _check_rows(self, what: str, store: KVStore, batch: Batch) -> None:
         counts = reference.num_pages_of(batch, self.spec)
         limit = min(batch.width, self.spec.max_pages)
         if int(counts.max()) > limit:
             row = int(counts.argmax())
-            what = "columns of the page table" if limit == batch.width else "max_pages of the spec"
+            bound = "columns of the page table" if limit == batch.width else "max_pages of the spec"
             raise BatchError(
-                f"step: row {row} has {int(batch.seq_lens[row])} tokens = {int(counts[row])} pages, "
-                f"more than the {limit} {what}"
+                f"{what}: row {row} has {int(batch.seq_lens[row])} tokens = {int(counts[row])} pages, "
+                f"more than the {limit} {bound}"
             )
         owned = torch.arange(batch.width) < counts[:, None]
         ids = batch.page_table[owned]
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= store.num_pages):
             bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-            raise BatchError(f"step: page_table has page {bad}, expected from 0 to {store.num_pages - 1}")
+            raise BatchError(f"{what}: page_table has page {bad}, expected from 0 to {store.num_pages - 1}")
 
 
 def _widened(scores: torch.Tensor | None, batch: Batch) -> torch.Tensor | None:

@@ -22,11 +22,13 @@ class KVStore:
         fields: name to ``[num_pages, H_kv, r, c]``, contiguous, in the field's dtype.
 
     Raises:
-        ShapeError, FormatError: a tensor does not fit the plan; the message names it.
+        ShapeError, FormatError, BatchError: a tensor does not fit the plan or the others; the message names it.
     """
 
     def __init__(self, plan: Plan, k: torch.Tensor, v: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> None:
         spec = plan.spec
+        for name, value in {"k": k, "v": v, **fields}.items():
+            _check_device("KVStore", name, value, k.device)
         self.plan = plan
         self.num_pages = k.shape[0] // spec.page_size
         for name, value, size in (("k", k, spec.head_dim), ("v", v, spec.dv)):
@@ -47,11 +49,18 @@ class KVStore:
         return self.k.device
 
     def refresh(self, pages: torch.Tensor, impl: str = "reference") -> None:
-        """Recomputes the fields of physical `pages` (int64 ``[n]``) after a rewrite that missed a page's last slot."""
+        """Recomputes the fields of some pages after a rewrite that missed a page's last slot.
+
+        Args:
+            pages: int64 ``[n]``, physical pages.
+            impl: ``"reference"`` or ``"triton"``.
+
+        Raises:
+            BatchError: `pages` is no such tensor, or a page is not in the pool.
+        """
         size = self.plan.spec.page_size
-        pages = pages.to(torch.int64)
-        _check_range("refresh: pages", pages, self.num_pages)
-        self.plan.update(self, pages * size + size - 1, impl=impl)
+        check_integers("refresh: pages", pages, "n", self.num_pages, self.device)
+        self.plan.update(self, pages.to(torch.int64) * size + size - 1, impl=impl)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, impl: str = "reference") -> None:
         """Stores K and V of some tokens, then runs ``forward_cache`` for the pages they finish.
@@ -63,22 +72,17 @@ class KVStore:
             impl: ``"reference"`` or ``"triton"``.
 
         Raises:
-            ShapeError, BatchError: nothing is stored.
+            ShapeError, FormatError, BatchError: nothing is stored.
         """
         spec = self.plan.spec
+        check_integers("write: loc", loc, "T", self.num_pages * spec.page_size, self.device)
         for name, value, size in (("k", k, spec.head_dim), ("v", v, spec.dv)):
-            wanted = (len(loc), spec.num_kv_heads, size)
-            if tuple(value.shape) != wanted:
-                raise ShapeError(f"write: '{name}' is {list(value.shape)}, expected {list(wanted)} [T, H_kv, D]")
-            if not value.is_floating_point():
-                raise FormatError(f"write: '{name}' is {value.dtype}, expected a floating dtype")
-        if loc.dtype not in (torch.int64, torch.int32) or loc.dim() != 1:
-            raise BatchError(f"write: loc is {loc.dtype} {list(loc.shape)}, expected int64 [T]")
-        _check_range("write: loc", loc, self.num_pages * spec.page_size)
+            _check_written(name, value, (len(loc), spec.num_kv_heads, size), self.device)
         self.plan.prepare(impl, self.device)
-        slots = loc.to(torch.int64)
-        self.k[slots] = _stored(k, spec.k_scale, spec.kv_dtype)
-        self.v[slots] = _stored(v, spec.v_scale, spec.kv_dtype)
+        slots = loc.to(torch.int64).contiguous()
+        stored_k, stored_v = _stored(k, spec.k_scale, spec.kv_dtype), _stored(v, spec.v_scale, spec.kv_dtype)
+        self.k[slots] = stored_k
+        self.v[slots] = stored_v
         self.plan.update(self, slots, impl=impl)
 
 
@@ -131,8 +135,35 @@ def _check_storage(name: str, value: torch.Tensor, shape: tuple[int, ...], dtype
         raise FormatError(f"KVStore: the last axis of '{name}' has stride {value.stride(-1)}, expected 1")
 
 
-def _check_range(what: str, values: torch.Tensor, limit: int) -> None:
-    if values.is_cuda or values.numel() == 0:
+def _check_written(name: str, value: object, shape: tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise FormatError(f"write: '{name}' is {type(value).__name__}, expected a tensor {list(shape)} [T, H_kv, D]")
+    if tuple(value.shape) != shape:
+        raise ShapeError(f"write: '{name}' is {list(value.shape)}, expected {list(shape)} [T, H_kv, D]")
+    if not value.is_floating_point():
+        raise FormatError(f"write: '{name}' is {value.dtype}, expected a floating dtype")
+    _check_device("write", name, value, device)
+
+
+def _check_device(what: str, name: str, value: torch.Tensor, device: torch.device) -> None:
+    if value.device != device:
+        raise BatchError(f"{what}: '{name}' is on {value.device}, expected {device}, where the pool's K lies")
+
+
+def check_integers(what: str, values: object, axis: str, limit: int, device: torch.device) -> None:
+    """Checks slots or pages.
+
+    Raises:
+        BatchError: `values` is no integer tensor of rank 1 on `device`; or, on the CPU, has one outside ``[0, limit)``
+            (on a device that would wait for it).
+    """
+    good = isinstance(values, torch.Tensor) and values.dim() == 1 and values.dtype in (torch.int64, torch.int32)
+    if not good:
+        got = f"{values.dtype} {list(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
+        raise BatchError(f"{what} is {got}, expected int64 [{axis}]")
+    if values.device != device:
+        raise BatchError(f"{what} is on {values.device}, expected {device}, where the pool lies")
+    if values.device.type != "cpu" or values.numel() == 0:
         return
     low, high = int(values.min()), int(values.max())
     if low < 0 or high >= limit:

@@ -55,7 +55,7 @@ def test_the_step_the_others_break_runs(plan, pool, batch, q):
 def test_queries_of_the_wrong_shape(plan, pool, batch, q, impl):
     with refused(ShapeError, "step: 'q' is [1, 5, 8], expected [1, 6, 8] [rows, H_q, D]"):
         plan.step(q[:, :5], pool, batch, impl=impl)
-    with refused(ShapeError, "step: 'q' is [2, 6, 8], expected [1, 6, 8]"):
+    with refused(ShapeError, "dense: 'q' is [2, 6, 8], expected [1, 6, 8]"):
         flowlib.dense(q.expand(2, -1, -1), pool, batch, impl=impl)
 
 

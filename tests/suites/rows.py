@@ -110,14 +110,13 @@ def test_several_query_tokens_equal_single_steps(name, impl, device):
 @flows
 def test_several_query_tokens_are_refused_with_state(name, device):
     plan = plan_for(name, SPEC)
-    made = scene(plan, [plan.spec.page_size * 5], device=device)
-    batch = flowlib.Batch(made.batch.page_table, made.batch.seq_lens, int32([1], device))
+    made = scene(plan, [plan.spec.page_size * 5], device=device, q_lens=[2])
     if not plan.state_fields:
-        assert plan.step(made.q, made.pool, batch).o.shape == (*made.q.shape[:2], plan.spec.dv)
+        assert plan.step(made.q, made.pool, made.batch).o.shape == (2, plan.spec.num_heads, plan.spec.dv)
         return
     before = made.pool.clone()
     with pytest.raises(flowlib.errors.BatchError, match=f"q_lens with state field '{plan.state_fields[0]}'"):
-        plan.step(made.q, made.pool, batch)
+        plan.step(made.q, made.pool, made.batch)
     for field, value in before.fields.items():
         assert torch.equal(bits(value), bits(made.pool.fields[field]))
 
