@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +16,10 @@ RATIO_ONE = 1 << 16
 """Fixed-point one of ``top_k_ratio``: budgets are computed in integers, so that every mode agrees on them."""
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 MAX_PAGE_SIZE = 128
-MAX_GRID_Y = 65535
+MAX_PAGES = 1 << 30
+"""Bound of all page counts: kernels add a few of them in int32."""
+MAX_TOKENS = (1 << 31) - 1
+"""Bound of ``dense_below``: lengths are int32."""
 
 
 @dataclass(frozen=True)
@@ -61,30 +66,32 @@ class Spec:
     dense_below: int = 0
 
     def __post_init__(self) -> None:
-        _integer_in("page_size", self.page_size, 1, MAX_PAGE_SIZE)
-        for name in ("head_dim", "group_size", "num_kv_heads", "max_pages", "max_batch"):
-            _integer_in(name, getattr(self, name), 1, None)
-        if self.v_head_dim is not None:
-            _integer_in("v_head_dim", self.v_head_dim, 1, None)
-        for name in ("top_k", "bos", "dense_below"):
-            _integer_in(name, getattr(self, name), 0, None)
-        _integer_in("eos", self.eos, 1, None, why="the unfinished last page has no summary, so it can't be scored")
-        if not 0.0 <= self.top_k_ratio <= 1.0:
-            raise OptionError(f"Spec: top_k_ratio is {self.top_k_ratio}, expected a number from 0 to 1")
+        self._check_integers()
+        if not (_is_number(self.top_k_ratio) and 0.0 <= self.top_k_ratio <= 1.0):
+            raise OptionError(f"Spec: top_k_ratio is {self.top_k_ratio!r}, expected a number from 0 to 1")
         if self.kv_dtype not in KV_DTYPES:
             known = ", ".join(str(t).removeprefix("torch.") for t in KV_DTYPES)
             raise OptionError(f"Spec: kv_dtype is {self.kv_dtype}, expected one of {known}")
         for name in ("scale", "k_scale", "v_scale"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise OptionError(f"Spec: {name} is {value}, expected a positive number")
+            if name == "scale" and value is None:
+                continue
+            if not (_is_number(value) and 0 < value < math.inf):
+                raise OptionError(f"Spec: {name} is {value!r}, expected a positive finite number")
         if self.alibi_slopes is not None:
-            object.__setattr__(self, "alibi_slopes", tuple(float(s) for s in self.alibi_slopes))
-            if len(self.alibi_slopes) != self.num_heads:
-                raise OptionError(
-                    f"Spec: alibi_slopes has {len(self.alibi_slopes)} values, expected {self.num_heads}, "
-                    "one per query head"
-                )
+            object.__setattr__(self, "alibi_slopes", _slopes(self.alibi_slopes, self.num_heads))
+
+    def _check_integers(self) -> None:
+        _integer_in("page_size", self.page_size, 1, MAX_PAGE_SIZE)
+        for name in ("head_dim", "group_size", "num_kv_heads", "max_batch"):
+            _integer_in(name, getattr(self, name), 1, None)
+        if self.v_head_dim is not None:
+            _integer_in("v_head_dim", self.v_head_dim, 1, None)
+        _integer_in("max_pages", self.max_pages, 1, MAX_PAGES)
+        for name in ("top_k", "bos"):
+            _integer_in(name, getattr(self, name), 0, MAX_PAGES)
+        _integer_in("eos", self.eos, 1, MAX_PAGES, "the unfinished last page has no summary, so it can't be scored")
+        _integer_in("dense_below", self.dense_below, 0, MAX_TOKENS)
 
     @property
     def num_heads(self) -> int:
@@ -118,6 +125,22 @@ class Spec:
     def replace(self, **changes: object) -> Spec:
         """A copy with some numbers changed."""
         return dataclasses.replace(self, **changes)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _slopes(given: object, num_heads: int) -> tuple[float, ...]:
+    try:
+        slopes = tuple(float(s) for s in given)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        slopes = (math.nan,)
+    if not all(map(math.isfinite, slopes)):
+        raise OptionError(f"Spec: alibi_slopes is {given!r}, expected {num_heads} finite numbers, one per query head")
+    if len(slopes) != num_heads:
+        raise OptionError(f"Spec: alibi_slopes has {len(slopes)} values, expected {num_heads}, one per query head")
+    return slopes
 
 
 def _integer_in(name: str, value: object, low: int, high: int | None, why: str = "") -> None:

@@ -18,19 +18,32 @@ OUT_OF_RANGE = [
     ("v_head_dim", 0, "an integer of at least 1"),
     ("group_size", 0, "an integer of at least 1"),
     ("num_kv_heads", -2, "an integer of at least 1"),
-    ("max_pages", 0, "an integer of at least 1"),
+    ("max_pages", 0, "an integer from 1 to 1073741824"),
+    ("max_pages", 2**30 + 1, "an integer from 1 to 1073741824"),
     ("max_batch", 0, "an integer of at least 1"),
-    ("top_k", -1, "an integer of at least 0"),
-    ("top_k", "8", "an integer of at least 0"),
+    ("top_k", -1, "an integer from 0 to 1073741824"),
+    ("top_k", 2**32, "an integer from 0 to 1073741824"),
+    ("top_k", "8", "an integer from 0 to 1073741824"),
     ("top_k_ratio", 1.01, "a number from 0 to 1"),
     ("top_k_ratio", float("nan"), "a number from 0 to 1"),
-    ("bos", -1, "an integer of at least 0"),
-    ("eos", 0, "an integer of at least 1 (the unfinished last page has no summary, so it can't be scored)"),
-    ("dense_below", -1, "an integer of at least 0"),
+    ("top_k_ratio", "0.1", "a number from 0 to 1"),
+    ("top_k_ratio", True, "a number from 0 to 1"),
+    ("bos", -1, "an integer from 0 to 1073741824"),
+    ("bos", 2**30 + 1, "an integer from 0 to 1073741824"),
+    ("eos", 0, "an integer from 1 to 1073741824 (the unfinished last page has no summary, so it can't be scored)"),
+    ("eos", 2**31, "an integer from 1 to 1073741824 (the unfinished last page"),
+    ("dense_below", -1, "an integer from 0 to 2147483647"),
+    ("dense_below", 2**31, "an integer from 0 to 2147483647"),
     ("kv_dtype", torch.int8, "one of bfloat16, float16, float32, float8_e4m3fn"),
-    ("scale", 0.0, "a positive number"),
-    ("k_scale", -1.0, "a positive number"),
-    ("v_scale", float("nan"), "a positive number"),
+    ("scale", 0.0, "a positive finite number"),
+    ("scale", "a", "a positive finite number"),
+    ("scale", float("inf"), "a positive finite number"),
+    ("k_scale", -1.0, "a positive finite number"),
+    ("k_scale", None, "a positive finite number"),
+    ("v_scale", float("nan"), "a positive finite number"),
+    ("alibi_slopes", 0.5, "8 finite numbers, one per query head"),
+    ("alibi_slopes", ["a"] * 8, "8 finite numbers, one per query head"),
+    ("alibi_slopes", [float("inf")] * 8, "8 finite numbers, one per query head"),
 ]
 
 
@@ -42,12 +55,26 @@ def test_a_number_out_of_range(name, value, wanted):
 
 def test_every_number_of_the_spec_has_a_wrong_value_above():
     names = {field.name for field in dataclasses.fields(flowlib.Spec)}
-    assert names - {name for name, _, _ in OUT_OF_RANGE} == {"alibi_slopes"}
+    assert names == {name for name, _, _ in OUT_OF_RANGE}
 
 
 def test_alibi_slopes_are_one_per_query_head():
     with refused(OptionError, "Spec: alibi_slopes has 4 values, expected 8, one per query head"):
         flowlib.Spec(group_size=4, num_kv_heads=2, alibi_slopes=[0.5] * 4)
+
+
+def test_the_largest_page_counts_select_the_same_pages_in_both_modes():
+    huge = {"top_k": 2**30, "bos": 2**30, "eos": 2**30, "dense_below": 2**31 - 1, "max_pages": 2**30}
+    for changes in (*({name: value} for name, value in huge.items() if name != "max_pages"), huge):
+        spec = flowlib.Spec(page_size=4, head_dim=8, group_size=1, num_kv_heads=1, **changes)
+        plan = flowlib.profile(flowlib.build("quest"), spec.replace(max_pages=8))
+        pool = flowlib.PagedPool(plan, num_pages=5)
+        k = torch.randn(20, 1, 8)
+        pool.write(k, k, torch.arange(20))
+        batch = flowlib.Batch(torch.arange(5, dtype=torch.int32)[None], torch.tensor([18], dtype=torch.int32))
+        q = torch.randn(1, 1, 8, dtype=torch.bfloat16)
+        for impl in ("reference", "triton"):
+            assert plan.step(q, pool, batch, impl=impl).pages[0, 0, :5].tolist() == list(range(5))
 
 
 def test_a_changed_copy_is_checked_too():

@@ -48,9 +48,7 @@ def test_pitfall_14_fewer_pages_than_are_reserved(length, impl):
 @impls
 def test_pitfall_15_the_unfinished_page_is_always_attended(impl):
     """It has no summary, so it can't be scored; leaving it out is refused."""
-    with refused(
-        OptionError, "Spec: eos is 0, expected an integer of at least 1", "unfinished last page has no summary"
-    ):
+    with refused(OptionError, "Spec: eos is 0, expected an integer from 1 to", "unfinished last page has no summary"):
         SPEC.replace(eos=0)
     spec = SPEC.replace(page_size=16, bos=0, top_k=1)
     v = repeated([0.0] * 48 + [1.0], spec, 8)
