@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
-from flowlib.core.errors import FlowDefinitionError, OptionError
+from flowlib.core.errors import FlowDefinitionError, OptionError, SourceLine, located
 from flowlib.core.spec import Spec
-from flowlib.core.trace import GIVEN, Traced
+from flowlib.core.trace import GIVEN, Traced, method_line
 
 
 def verify(traced: Traced) -> None:
     """Checks fields against both graphs.
 
     Raises:
-        FlowDefinitionError: a field nobody writes or nobody reads, or a state field without a reset.
+        FlowDefinitionError: a field nobody writes or nobody reads, or a state field without a reset; with the line of
+            the Save or of the declaration.
     """
     flow = type(traced.flow).__name__
-    written = set(traced.cache.stores)
     read = {leaf.name for leaf in traced.indexer.leaves()}
-    saved = set(traced.indexer.stores)
     for name in traced.fields:
-        if name not in written and name in saved:
-            raise FlowDefinitionError(
-                f"{flow}: state field {name!r} has no reset: a page that is reused would show its last owner's state; "
-                f"add Fill to forward_cache: self.fill(cache[{name!r}], loc=loc, ctx=ctx)"
-            )
-        if name not in written:
-            raise FlowDefinitionError(
-                f"{flow}: field {name!r} is never written: forward_cache must compute it from 'k' and 'v'"
-            )
-        if name not in read and name not in saved:
-            raise FlowDefinitionError(
-                f"{flow}: field {name!r} is never read by forward_indexer: read it, or remove it from create_cache"
-            )
+        problem = _problem(name, set(traced.cache.stores), read, set(traced.indexer.stores))
+        if problem:
+            raise located(FlowDefinitionError(f"{flow}: {problem}"), _line_of(traced, name))
     unknown = read - set(traced.fields) - {*GIVEN, "q"}
     if unknown:
         raise FlowDefinitionError(f"{flow}: forward_indexer reads {sorted(unknown)}, which no field of this flow is")
+
+
+def _problem(name: str, written: set[str], read: set[str], saved: set[str]) -> str:
+    if name not in written and name in saved:
+        return (
+            f"state field {name!r} has no reset: a page that is reused would show its last owner's state; "
+            f"add Fill to forward_cache: self.fill(cache[{name!r}], loc=loc, ctx=ctx)"
+        )
+    if name not in written:
+        return f"field {name!r} is never written: forward_cache must compute it from 'k' and 'v'"
+    if name not in read and name not in saved:
+        return f"field {name!r} is never read by forward_indexer: read it, or remove it from create_cache"
+    return ""
+
+
+def _line_of(traced: Traced, name: str) -> SourceLine | None:
+    """Where a field is saved, else where it is declared."""
+    saved = traced.indexer.stores.get(name)
+    where = None if saved is None else saved.where
+    return where or method_line(traced.flow.create_cache, name)
 
 
 def check_state(traced: Traced, spec: Spec) -> None:
     """Raises OptionError where a spec asks for what a flow with state can't do."""
     state = [f.name for f in traced.fields.values() if f.kind == "state"]
     if state and spec.dense_below:
-        raise OptionError(
+        error = OptionError(
             f"{type(traced.flow).__name__}: dense_below is {spec.dense_below}, expected 0 for a flow with state "
             f"({', '.join(state)}): every step must score its row"
         )
+        raise located(error, _line_of(traced, state[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -53,7 +54,7 @@ class vFlow:
     def get_cache_meta_info(self, page_size: int, head_dim: int) -> dict[str, tuple[int, int]]:
         """Inner sizes of every field, ``k`` and ``v`` among them."""
         spec = Spec(page_size=page_size, head_dim=head_dim)
-        return {f.name: f.shape for f in (given_fields(spec) | declared_fields(self, spec)).values()}
+        return {f.name: f.shape for f in (given_fields(spec) | declared_fields(copy.deepcopy(self), spec)).values()}
 
     def run_indexer_virtual(self, group_size: int, page_size: int, head_dim: int) -> int:
         """Profiles the indexer alone, without a device.

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from flowlib.core.context import ContextBase
-from flowlib.core.errors import FlowDefinitionError, FormatError, ShapeError, did_you_mean, user_line
+from flowlib.core.errors import (
+    FlowDefinitionError,
+    FlowlibError,
+    FormatError,
+    ShapeError,
+    SourceLine,
+    did_you_mean,
+    located,
+    user_line,
+)
 from flowlib.core.formats import FORMAT, Mode, Side
 from flowlib.core.graph import Field, Graph, Node
 from flowlib.core.op import LEAF, Op, SegmentOp, Stored, check_field_dtype
@@ -172,31 +182,55 @@ def given_fields(spec: Spec) -> dict[str, Field]:
 
 
 def declared_fields(flow: vFlow, spec: Spec) -> dict[str, Field]:
-    """What ``create_cache`` declares. Raises FlowDefinitionError, FormatError."""
-    if callable(getattr(flow, "create_request_cache", None)):
-        raise FlowDefinitionError(
+    """What ``create_cache`` declares. Raises FlowDefinitionError, FormatError, with the line of the declaration."""
+    refused = getattr(flow, "create_request_cache", None)
+    if callable(refused):
+        error = FlowDefinitionError(
             f"{type(flow).__name__}.create_request_cache: request-slotted fields are not supported; keep per-request "
             "state in a field of create_cache, written by Save and reset by Fill"
         )
+        raise located(error, method_line(refused))
     declared = flow.create_cache(spec.page_size, spec.head_dim)
     if not isinstance(declared, Mapping):
-        raise FlowDefinitionError(
+        error = FlowDefinitionError(
             f"create_cache returned {type(declared).__name__}, expected a dict name -> (r, c[, dtype])"
         )
+        raise located(error, method_line(flow.create_cache))
     fields = {}
     for name, shape in declared.items():
-        if name in GIVEN:
-            raise FlowDefinitionError(f"create_cache: field {name!r} is given by the pool, choose another name")
-        if not isinstance(name, str) or not name.isidentifier():
-            raise FlowDefinitionError(f"create_cache: field name {name!r} is no identifier")
-        good = isinstance(shape, (tuple, list)) and len(shape) in (2, 3) and all(_positive(n) for n in shape[:2])
-        if not good:
-            raise FlowDefinitionError(
-                f"create_cache: field {name!r} is {shape!r}, expected (r, c) or (r, c, dtype) with r and c at least 1"
-            )
-        dtype = check_field_dtype(name, shape[2]) if len(shape) == 3 else spec.field_dtype
-        fields[name] = Field(name, (shape[0], shape[1]), dtype)
+        try:
+            fields[name] = _declared_field(name, shape, spec)
+        except FlowlibError as error:
+            raise located(error, method_line(flow.create_cache, str(name))) from None
     return fields
+
+
+def _declared_field(name: object, shape: object, spec: Spec) -> Field:
+    if name in GIVEN:
+        raise FlowDefinitionError(f"create_cache: field {name!r} is given by the pool, choose another name")
+    if not isinstance(name, str) or not name.isidentifier():
+        raise FlowDefinitionError(f"create_cache: field name {name!r} is no identifier")
+    good = isinstance(shape, (tuple, list)) and len(shape) in (2, 3) and all(_positive(n) for n in shape[:2])
+    if not good:
+        raise FlowDefinitionError(
+            f"create_cache: field {name!r} is {shape!r}, expected (r, c) or (r, c, dtype) with r and c at least 1"
+        )
+    dtype = check_field_dtype(name, shape[2]) if len(shape) == 3 else spec.field_dtype
+    return Field(name, (shape[0], shape[1]), dtype)
+
+
+def method_line(method: Callable[..., object], field: str = "") -> SourceLine | None:
+    """The line of a flow's method that names `field`, else its first one; ``None`` if it has no source of its own."""
+    method = inspect.unwrap(method)
+    try:
+        path, (lines, first) = inspect.getsourcefile(method), inspect.getsourcelines(method)
+    except (OSError, TypeError):
+        return None
+    if path is None or method.__module__ == "flowlib.core.flow":
+        return None
+    named = (i for i, line in enumerate(lines) if field and (f'"{field}"' in line or f"'{field}'" in line))
+    defined = (i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
+    return SourceLine(path, first + next(named, next(defined, 0)))
 
 
 def trace(flow: vFlow, spec: Spec) -> Traced:

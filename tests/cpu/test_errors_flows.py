@@ -7,7 +7,22 @@ import torch
 
 import flowlib
 from flowlib.errors import FlowDefinitionError, FlowlibError, FormatError, OptionError, ShapeError
-from flowlib.ops import CMax, CMean, GeMM, GeMV, Max, Maximum, Mean, Multiply, Reserved, Softmax, Sum, topK
+from flowlib.ops import (
+    CMax,
+    CMean,
+    Fill,
+    GeMM,
+    GeMV,
+    Max,
+    Maximum,
+    Mean,
+    Multiply,
+    Reserved,
+    Save,
+    Softmax,
+    Sum,
+    topK,
+)
 from tests.refusals import refused
 
 SPEC = flowlib.Spec(page_size=16, head_dim=64, group_size=3)
@@ -252,14 +267,64 @@ def test_a_wrong_call_in_the_cache_names_the_line(flow, kind, text):
         profiled(flow())
 
 
+class Declares(Centroid):
+    def create_cache(self, page_size, head_dim):
+        return {
+            "centroid": (1, head_dim),
+            "spare": (1, head_dim),
+        }  # fmt: skip
+
+
+class Unreset(Centroid):
+    def create_cache(self, page_size, head_dim):
+        return {"centroid": (1, head_dim), "best": (1, 1)}
+
+    def score(self, q, cache, ctx):
+        score = super().score(q, cache, ctx)
+        Save()(score, cache["best"], ctx=ctx)
+        return score
+
+
+class Keeps(Unreset):
+    def forward_cache(self, cache, loc, ctx):
+        super().forward_cache(cache, loc, ctx)
+        Fill(0.0)(cache["best"], loc=loc, ctx=ctx)
+
+
+DECLARED = line_of(Centroid.create_cache, "def create_cache")
+
+
 def test_a_field_nobody_reads():
-    with refused(FlowDefinitionError, "Unread: field 'centroid' is never read by forward_indexer: read it, or remove"):
+    text = "Unread: field 'centroid' is never read by forward_indexer: read it, or remove"
+    with refused(FlowDefinitionError, text, DECLARED):
         profiled(Unread())
 
 
-def test_a_field_nobody_writes():
-    with refused(FlowDefinitionError, "Unwritten: field 'centroid' is never written: forward_cache must compute it"):
+def test_a_field_nobody_writes_names_its_declaration():
+    text = "Unwritten: field 'centroid' is never written: forward_cache must compute it"
+    with refused(FlowDefinitionError, text, DECLARED):
         profiled(Unwritten())
+    with refused(FlowDefinitionError, "Declares: field 'spare' is never", line_of(Declares.create_cache, '"spare"')):
+        profiled(Declares())
+
+
+def test_state_without_a_reset_names_the_save():
+    with refused(FlowDefinitionError, "Unreset: state field 'best' has no reset", line_of(Unreset.score, "Save()")):
+        profiled(Unreset())
+
+
+def test_state_and_rows_attended_in_full_names_the_save():
+    with refused(OptionError, "Keeps: dense_below is 5, expected 0", "(best)", line_of(Unreset.score, "Save()")):
+        profiled(Keeps(), SPEC.replace(dense_below=5))
+    assert profiled(Keeps()).state_fields == ("best",)
+
+
+def test_a_flow_without_source_is_refused_without_a_line():
+    source = "def create_cache(self, page_size, head_dim):\n    return {'centroid': (1, head_dim), 'spare': (1, 1)}\n"
+    body: dict = {}
+    exec(source, body)
+    with pytest.raises(FlowDefinitionError, match=r"'spare' is never written: .* compute it from 'k' and 'v'$"):
+        profiled(type("Typed", (Centroid,), {"create_cache": body["create_cache"]})())
 
 
 def test_a_value_kept_from_the_other_method():
@@ -276,6 +341,7 @@ def test_a_value_kept_from_the_other_method():
         ({"centroid": (0, 64)}, FlowDefinitionError, "field 'centroid' is (0, 64), expected (r, c) or (r, c, dtype)"),
         ({"centroid": 64}, FlowDefinitionError, "field 'centroid' is 64, expected (r, c) or (r, c, dtype)"),
         ({"centroid": (1, 64, torch.int8)}, FormatError, "dtype of field 'centroid' is torch.int8, expected one"),
+        ({"centroid": (1, 64, [1])}, FormatError, "dtype of field 'centroid' is [1], expected one"),
         ([("centroid", (1, 64))], FlowDefinitionError, " returned list, expected a dict"),
     ],
     ids=str,
@@ -283,8 +349,34 @@ def test_a_value_kept_from_the_other_method():
 def test_a_field_that_is_declared_wrongly(declared, kind, text):
     flow = Centroid()
     flow.fields = declared
-    with refused(kind, "create_cache", text):
+    with refused(kind, "create_cache", text, DECLARED):
         profiled(flow)
+
+
+class ForRequests(Centroid):
+    def create_request_cache(self, head_dim):
+        return {}
+
+
+def test_fields_per_request_name_their_method():
+    where = line_of(ForRequests.create_request_cache, "def create_request_cache")
+    with refused(FlowDefinitionError, "ForRequests.create_request_cache: request-slotted fields are not", where):
+        profiled(ForRequests())
+
+
+def test_asking_for_sizes_leaves_a_flow_as_it_was():
+    class Remembers(Centroid):
+        scale = None
+
+        def create_cache(self, page_size, head_dim):
+            self.scale = self.scale or head_dim
+            return {"centroid": (1, self.scale)}
+
+    flow = Remembers()
+    for ask in (lambda: flow.get_cache_meta_info(16, 32), lambda: flow.run_indexer_virtual(3, 16, 32)):
+        ask()
+        assert flow.scale is None
+    assert profiled(flow).fields["centroid"].shape == (1, 64)
 
 
 def test_a_page_size_the_flow_does_not_fit():
