@@ -109,9 +109,11 @@ def load_file(path: str | Path) -> None:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[module_name]
+    except BaseException as error:
+        sys.modules.pop(module_name, None)
         _restore(*before)
+        if not isinstance(error, (Exception, SystemExit)):
+            raise
         raise FlowLoadError(f"flow file {str(path)!r} failed to import: {_brief(error, source)}") from error
 
 
@@ -122,7 +124,7 @@ def _restore(flows: dict[str, type[vFlow]], aliases: dict[str, str]) -> None:
     _ALIASES.update(aliases)
 
 
-def _brief(error: Exception, source: Path) -> str:
+def _brief(error: BaseException, source: Path) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(source)]
     line = f" ({source.name}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
     if isinstance(error, SyntaxError) and error.filename == str(source):

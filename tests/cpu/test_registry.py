@@ -131,15 +131,25 @@ def test_a_file_that_is_no_python_file(write):
     [
         ("import flowlib\nx = 1 / 0\n", "ZeroDivisionError: division by zero (my_flow.py:2: x = 1 / 0)"),
         ("from flowlib.ops import topKK\n", "ImportError: cannot import name 'topKK'"),
+        ("import sys\nsys.exit(1)\n", "SystemExit: 1 (my_flow.py:2: sys.exit(1))"),
         ("class Mine(\n", "SyntaxError: '(' was never closed (my_flow.py:1: class Mine()"),
     ],
-    ids=["raises", "imports", "syntax"],
+    ids=["raises", "imports", "exits", "syntax"],
 )
 def test_a_file_that_fails_to_import_registers_nothing(write, text, said):
     before, modules = known(), set(sys.modules)
     path = write(FLOW_FILE.format(name="half") + text if "SyntaxError" not in said else text)
     line = said.replace("my_flow.py:2", f"my_flow.py:{len(FLOW_FILE.splitlines()) + 2}")
     with refused(FlowLoadError, f"flow file '{path}' failed to import: ", line):
+        flowlib.build("half", module_path=path)
+    assert known() == before
+    assert not [name for name in set(sys.modules) - modules if "my_flow" in name]
+
+
+def test_an_interrupted_import_registers_nothing(write):
+    before, modules = known(), set(sys.modules)
+    path = write(FLOW_FILE.format(name="half") + "raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
         flowlib.build("half", module_path=path)
     assert known() == before
     assert not [name for name in set(sys.modules) - modules if "my_flow" in name]
