@@ -38,7 +38,8 @@ def describe(plan: Plan, bandwidth: float | None = None) -> str:
     lines += ["", f"buffers ({total} bytes for {spec.max_batch} requests of {spec.max_pages} pages)"]
     for b in plan.program.buffers.values():
         size = b.nbytes(rows, spec.max_pages)
-        lines.append(f"  {b.name:<20} fp32 [{rows}, {b.shape[0]}, {b.shape[1]}, {spec.max_pages}] {size} bytes")
+        shape = [rows, *b.shape, spec.max_pages] if b.paged else [rows, *b.shape]
+        lines.append(f"  {b.name:<20} fp32 {shape} {size} bytes")
     return "\n".join([*lines, "", f"generated module: {source_path(plan.program.source).name}"])
 
 

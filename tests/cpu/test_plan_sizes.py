@@ -1,0 +1,46 @@
+"""What a plan allocates, and what it prints of it."""
+
+import re
+
+import pytest
+
+import flowlib
+
+SPEC = flowlib.Spec(page_size=16, head_dim=64, group_size=3, num_kv_heads=2, top_k=4, max_pages=40, max_batch=5)
+
+
+def printed_buffers(plan) -> dict[str, tuple[list[int], int]]:
+    """Buffer name to printed shape and bytes."""
+    lines = str(plan).split("\nbuffers (")[1].splitlines()
+    found = (re.match(r"  (\w+) +fp32 \[([\d, ]+)\] (\d+) bytes", line) for line in lines)
+    return {m[1]: ([int(n) for n in m[2].split(", ")], int(m[3])) for m in found if m}
+
+
+@pytest.mark.parametrize("name", flowlib.list_flows())
+def test_the_printed_buffers_are_those_allocated(name):
+    flow = flowlib.build(name)
+    plan = flowlib.profile(flow, SPEC.replace(page_size=flow.default_page_size))
+    work = plan.allocate(SPEC.max_batch, SPEC.max_pages, "cpu").workspace
+    printed = printed_buffers(plan)
+    assert set(printed) == set(plan.program.buffers)
+    rows = SPEC.max_batch * SPEC.num_kv_heads
+    for buffer, (shape, nbytes) in printed.items():
+        pages = [SPEC.max_pages] if plan.program.buffers[buffer].paged else []
+        assert shape == [rows, *plan.program.buffers[buffer].shape, *pages]
+        assert nbytes == work[buffer].nbytes
+
+
+def test_some_flow_has_a_buffer_per_row_and_one_per_page():
+    plan = flowlib.profile(flowlib.build("centered_block_sparse_attention"), SPEC)
+    assert {len(shape) for shape, _ in printed_buffers(plan).values()} == {3, 4}
+
+
+@pytest.mark.parametrize("name", ["centered_block_sparse_attention", "streaming_attention"])
+def test_what_attends_alone_needs_no_buffers_of_scoring(name):
+    plan = flowlib.profile(flowlib.build(name), SPEC)
+    lists, everything = plan.allocate(5, 40, "cpu", scores=False), plan.allocate(5, 40, "cpu")
+    assert lists.raw_scores is None
+    assert lists.scores is None
+    assert set(everything.workspace) - set(lists.workspace) == set(plan.program.buffers)
+    for name in ("o", "lse", "pages", "lengths"):
+        assert getattr(lists, name).shape == getattr(everything, name).shape
