@@ -8,7 +8,7 @@ from flowlib.compiler.program import Buffer, Output, Stage, TileStage
 from flowlib.compiler.writer import KernelWriter, next_power_of_2
 from flowlib.core.formats import FORMAT
 from flowlib.core.graph import Node, topological
-from flowlib.core.op import Block, TileOp
+from flowlib.core.op import Block, TileOp, literal
 from flowlib.core.spec import Spec
 from flowlib.core.trace import GIVEN
 
@@ -60,6 +60,9 @@ def emit_stage(stage: TileStage, spec: Spec) -> str:
         elif isinstance(node.op, TileOp):
             writer.hint = type(node.op).__name__.lower()
             blocks[id(node)] = node.op.emit(writer, *(blocks[id(x)] for x in node.inputs))
+    read = {n.name for n in topological(o.node for o in stage.outputs) if n.format is FORMAT.PAGED}
+    if not stage.on_write and any(o.kind == "field" and o.name in read for o in stage.outputs):
+        writer.line("tl.debug_barrier()  # another warp may still read what this one stores")
     for output in stage.outputs:
         store_output(writer, output, blocks[id(output.node)])
     return writer.text()
@@ -105,6 +108,7 @@ def _elements(node: Node) -> int:
 def _write_prologue(w: KernelWriter) -> None:
     size = w.spec.page_size
     w.parameter("p_loc")
+    w.has_page_axis = False
     w.line("begin(PDL)")
     w.line("i_t = tl.program_id(0)")
     w.line("i_h = tl.program_id(1).to(tl.int64)")
@@ -135,7 +139,7 @@ def _row_prologue(w: KernelWriter) -> None:
 
 def load_leaf(w: KernelWriter, node: Node) -> Block:
     """Loads ``q``, K or V, a field or a buffer; masked lanes hold 0."""
-    known = w.loaded.get(node.name)
+    known = w.loaded.get((node.format, node.name))
     if known is not None:
         return known
     if node.format is FORMAT.BATCHED:
@@ -150,8 +154,8 @@ def load_leaf(w: KernelWriter, node: Node) -> Block:
     scale = {"k": w.spec.k_scale, "v": w.spec.v_scale}.get(node.name, 1.0)
     if scale != 1.0:
         w.hint = f"{node.name}_scaled"
-        block = w.let(f"{w.fp32(block)} * {scale!r}", block.shape, block)
-    w.loaded[node.name] = block
+        block = w.let(f"{w.fp32(block)} * {literal(scale)}", block.shape, block)
+    w.loaded[node.format, node.name] = block
     return block
 
 

@@ -19,7 +19,8 @@ from flowlib.ops.state import Load
 def simplify(traced: Traced) -> Traced:
     """The same flow with each value computed once per graph, and envelopes as dot products."""
     cache, indexer = _unique(traced.cache), _unique(traced.indexer)
-    indexer = _unique(_envelopes_as_dots(indexer, cache.stores))
+    summaries = {name: node for name, node in cache.stores.items() if name not in indexer.stores}
+    indexer = _unique(_envelopes_as_dots(indexer, summaries))
     return replace(traced, cache=cache, indexer=indexer)
 
 
@@ -72,7 +73,7 @@ def _is_envelope(high: Node, low: Node, summaries: Mapping[str, Node]) -> bool:
     """Whether the graph proves that `high` and `low` are maximum and minimum of the same values."""
     pair = [summaries.get((x.inputs[0] if isinstance(x.op, Load) else x).name) for x in (high, low)]
     top, bottom = pair
-    if top is None or bottom is None or top.inputs != bottom.inputs:
+    if top is None or bottom is None or top.inputs != bottom.inputs or high.dtype != low.dtype:
         return False
     kinds = ((Max, Min), (MaxInterleave, MinInterleave))
     known = any(isinstance(top.op, a) and isinstance(bottom.op, b) for a, b in kinds)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from flowlib.core.op import Block, Inner
+from flowlib.core.formats import FORMAT
+from flowlib.core.op import Block, Inner, literal
 from flowlib.core.spec import Spec
 
+PROLOGUE = ("i_t", "i_r", "i_b", "i_h", "i_p", "o_p", "m_p", "i_end", "n_pages", "slot")
+"""Variables that a kernel's first lines assign; a field may have any name."""
 Address = tuple[str, list[str]]
 """A pointer parameter and the terms of an offset."""
 
@@ -25,6 +28,9 @@ class KernelWriter:
         name: of the function.
         spec: the numbers written into it.
         tile: pages per program.
+
+    Attributes:
+        has_page_axis: whether page numbers are a block, else one number: the written page.
     """
 
     def __init__(self, name: str, spec: Spec, tile: int) -> None:
@@ -32,10 +38,11 @@ class KernelWriter:
         self.spec = spec
         self.tile = tile
         self.hint = "value"
-        self.loaded: dict[str, Block] = {}
+        self.loaded: dict[tuple[FORMAT, str], Block] = {}
         self._parameters: list[str] = []
         self._lines: list[str] = []
-        self._names: set[str] = set()
+        self._names: set[str] = set(PROLOGUE)
+        self.has_page_axis = True
         self._offsets: set[int] = set()
         self._upcast: dict[str, str] = {}
         self._varying: set[str] = set()
@@ -58,8 +65,7 @@ class KernelWriter:
         if size == next_power_of_2(size) or x.pad == value:
             return text
         mask = f"({self.offset(size)} < {size}){_expand(axis)}"
-        fill = f'float("{value}")' if value in (float("inf"), float("-inf")) else repr(value)
-        return f"tl.where({mask}, {text}, {fill})"
+        return f"tl.where({mask}, {text}, {literal(value)})"
 
     def let(self, expression: str, shape: Inner, *inputs: Block) -> Block:
         return Block(self._assign(self.hint, expression), shape, any(x.paged for x in inputs))
@@ -70,7 +76,7 @@ class KernelWriter:
 
     def constant(self, value: float, shape: Inner) -> Block:
         sizes = [1, next_power_of_2(shape[0]), next_power_of_2(shape[1])]
-        return Block(self._assign(self.hint, f"tl.full({sizes}, {value!r}, tl.float32)"), shape, False)
+        return Block(self._assign(self.hint, f"tl.full({sizes}, {literal(value)}, tl.float32)"), shape, False)
 
     def positions(self) -> Block:
         return Block(self._assign(self.hint, f"o_p{_expand(0)}.to(tl.float32)"), (1, 1), True)
@@ -125,7 +131,7 @@ class KernelWriter:
         """The function's source."""
         varying = ", ".join(f'"{p}"' for p in self._parameters if p in self._varying)
         decorator = f"@triton.jit(do_not_specialize=[{varying}])" if varying else "@triton.jit"
-        pointers = [p for p in self._parameters if p.startswith(("p_", "w_"))]
+        pointers = [p for p in self._parameters if p.startswith(("p_", "f_", "w_"))]
         numbers = [p for p in self._parameters if p not in pointers]
         head = [
             decorator,
@@ -146,10 +152,10 @@ class KernelWriter:
 
     def field(self, name: str, shape: Inner) -> Address:
         """Entries of the pages in ``[num_pages, H, r, c]``."""
-        self.parameter(f"p_{name}")
+        self.parameter(f"f_{name}")
         self._find_pages()
         entry = f"(i_page * {self.spec.num_kv_heads} + i_h) * {shape[0] * shape[1]}"
-        return f"p_{name}", [self._paged(entry), *self._inner(*shape)]
+        return f"f_{name}", [self._paged(entry), *self._inner(*shape)]
 
     def tokens(self, name: str) -> Address:
         """The pages' tokens in ``[T, H, D]``."""
@@ -194,11 +200,6 @@ class KernelWriter:
         rows = [f"{self.offset(r)}{_expand(1)}" + (f" * {c}" if c > 1 else "")] if r > 1 else []
         columns = [f"{self.offset(c)}{_expand(2)}"] if c > 1 else []
         return rows + columns
-
-    @property
-    def has_page_axis(self) -> bool:
-        """Whether page numbers are a block (else one number: the written page)."""
-        return "p_loc" not in self._parameters
 
     # -- loads and stores
 

@@ -66,16 +66,13 @@ def _context_of(op: Op, args: Sequence[object], out: object, ctx: object) -> Con
 
     carried = [a.ctx for a in map(_unpaired, (*args, out)) if isinstance(a, (vTensor, SelectionHandle))]
     if ctx is not None and not isinstance(ctx, ContextBase):
-        raise FormatError(
-            f"{type(op).__name__}: ctx is {type(ctx).__name__}, expected the context the method was given"
-        )
+        raise FormatError(f"{op.label}: ctx is {type(ctx).__name__}, expected the context the method was given")
     contexts = carried if ctx is None else [ctx, *carried]
     if not contexts:
-        raise FormatError(f"{type(op).__name__}: no context: pass ctx=ctx, or an argument that is a vTensor")
+        raise FormatError(f"{op.label}: no context: pass ctx=ctx, or an argument that is a vTensor")
     if any(c is not contexts[0] for c in contexts):
         raise FormatError(
-            f"{type(op).__name__}: arguments of different contexts; "
-            "a vTensor can't be kept from one method or step to another"
+            f"{op.label}: arguments of different contexts; a vTensor can't be kept from one method or step to another"
         )
     return contexts[0]
 
@@ -86,7 +83,7 @@ def _split_arguments(
     arity = len(op.names)
     args = [_unpaired(a) for a in args]
     inputs, rest = args[:arity], args[arity:]
-    name, listed = type(op).__name__, ", ".join(op.names)
+    name, listed = op.label, ", ".join(op.names)
     if len(inputs) < arity or len(rest) > 1 or (rest and out is not None):
         raise FormatError(
             f"{name}: takes {arity} input{'s' if arity != 1 else ''} ({listed}) and at most one output, "
@@ -117,14 +114,14 @@ def _split_arguments(
 def _check_formats(op: Op, inputs: Sequence[vTensor], context: ContextBase) -> None:
     for label, x in zip(op.names, inputs, strict=True):
         if context.side is Side.CACHE and x.format is not FORMAT.PAGED:
-            raise FormatError(f"{type(op).__name__}: '{label}' is {x.format.name}, expected PAGED in forward_cache")
+            raise FormatError(f"{op.label}: '{label}' is {x.format.name}, expected PAGED in forward_cache")
         if op.across_pages and label not in op.per_row and x.format is FORMAT.BATCHED:
             raise FormatError(
-                f"{type(op).__name__}: '{label}' is {x!r}, expected RAGGED or PAGED: "
+                f"{op.label}: '{label}' is {x!r}, expected RAGGED or PAGED: "
                 "it has one entry per row, so there are no pages to work across"
             )
     if op.across_pages and context.side is Side.CACHE:
-        raise FormatError(f"{type(op).__name__}: works across the pages of a row, so it belongs into forward_indexer")
+        raise FormatError(f"{op.label}: works across the pages of a row, so it belongs into forward_indexer")
 
 
 def _unpaired(value: object) -> object:

@@ -7,6 +7,7 @@ A *select op* writes the selection.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -116,7 +117,12 @@ class Op:
 
     def __str__(self) -> str:
         inner = ", ".join(f"{k}={v}" for k, v in self.parameters().items())
-        return f"{type(self).__name__}({inner})"
+        return f"{self.label}({inner})"
+
+    @property
+    def label(self) -> str:
+        """What messages call the op."""
+        return type(self).__name__
 
     def parameters(self) -> dict[str, object]:
         """The parameters two equal ops share."""
@@ -256,6 +262,19 @@ def broadcast(op: Op, *shapes: Inner) -> Inner:
     return sizes[0], sizes[1]
 
 
+def literal(value: float) -> str:
+    """A number as Triton text."""
+    return repr(float(value)) if math.isfinite(value) else f'float("{float(value)}")'
+
+
+def number(op: Op | str, name: str, value: object) -> float:
+    """`value` as a float. Raises OptionError if it is no number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        label = op if isinstance(op, str) else op.label
+        raise OptionError(f"{label}: {name} is {value!r}, expected a number")
+    return float(value)
+
+
 def is_power_of_2(n: int) -> bool:
     """Whether `n` is a power of two."""
     return n & (n - 1) == 0
@@ -304,7 +323,7 @@ TRITON_DTYPES = {
 
 def check_field_dtype(name: str, dtype: object) -> torch.dtype:
     """`dtype` if a field can have it. Raises FormatError."""
-    if dtype not in TRITON_DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in TRITON_DTYPES:
         known = ", ".join(str(t).removeprefix("torch.") for t in TRITON_DTYPES)
         raise FormatError(f"create_cache: dtype of field {name!r} is {dtype!r}, expected one of {known}")
     return dtype  # type: ignore[return-value]

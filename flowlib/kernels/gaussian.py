@@ -50,7 +50,7 @@ def _moment(b_t, BETA: tl.constexpr):
         b_start = tl.sqrt_rn(tl.maximum(b_t - 9.0, 0.0))
         b_range = tl.sqrt_rn(tl.maximum(b_t, 0.0) + 9.0) - b_start
         b_m = b_t * 0.0
-        for i_node in tl.static_range(_NODES):
+        for i_node in tl.range(0, _NODES):
             b_u = b_start + b_range * ((i_node + 0.5) / _NODES)
             b_d = b_u * b_u - b_t
             b_m += tl.exp(2.0 * BETA * tl.log(b_u) - 0.5 * b_d * b_d) * 2.0 * b_u
@@ -154,5 +154,5 @@ def launch_gaussian_tau(
         mu, sigma, tau, seq_lens, *mu.stride(), *sigma.stride(), *tau.stride(), width, bos, eos, safety_margin_z,
         excess, H=num_kv_heads, PLANES=planes, PAGE=page_size, A=alpha - 1.0,
         BETA=float(near) if abs(beta - near) < 1e-9 else beta, MIXTURE=mixture, BW=block,
-        num_warps=min(8, max(1, block // (32 * _VALUES_PER_THREAD))), **options(pdl),
+        num_warps=min(8, max(1, block // (32 * _VALUES_PER_THREAD))), num_stages=1, **options(pdl),
     )  # fmt: skip

@@ -45,9 +45,9 @@ def reduce_kernel(
         # [BW]
         b_x = tl.load(p_x + o_w.to(tl.int64) * s_x_page, mask=m_scored, other=0.0)
         if KIND == 2:
-            total = tl.maximum(total, tl.max(tl.where(m_scored, b_x, float("-inf"))))
+            total = tl.maximum(total, tl.max(tl.where(m_scored & (b_x == b_x), b_x, float("-inf"))))
         elif KIND == 3:
-            total = tl.minimum(total, tl.min(tl.where(m_scored, b_x, float("inf"))))
+            total = tl.minimum(total, tl.min(tl.where(m_scored & (b_x == b_x), b_x, float("inf"))))
         elif KIND == 4:
             total += tl.sum(b_x * b_x)
         else:
@@ -117,7 +117,7 @@ def _mass(p_x, o_w, s_page, first, last, top, scale, SOFTMAX: tl.constexpr):
     b_x = tl.load(p_x + o_w.to(tl.int64) * s_page, mask=m_scored, other=float("-inf"))
     m_kept = b_x > float("-inf")
     if SOFTMAX:
-        b_x = tl.exp2((b_x - top) * scale)
+        b_x = tl.where(b_x == top, 1.0, tl.exp2((b_x - top) * scale))
     return tl.where(m_kept, b_x, 0.0)
 
 
@@ -154,7 +154,7 @@ def filter_kernel(
         b_x = tl.load(p_x + o_w.to(tl.int64) * s_x_page, mask=m_scored, other=float("-inf"))
         top = tl.maximum(top, tl.max(tl.where(b_x > float("-inf"), b_x, float("-inf"))))
     everything = _above(p_x, s_x_page, n_pages, first, last, top, scale, tl.full((), 1, tl.uint32), COUNT, SOFTMAX, BW)
-    goal = tl.minimum(everything, k.to(tl.float32)) if COUNT else everything * p
+    goal = tl.minimum(everything, k) if COUNT else everything * p
     threshold = tl.zeros((), tl.uint32)
     for i_bit in tl.static_range(31, -1, -1):
         candidate = threshold | (1 << i_bit)
@@ -186,8 +186,8 @@ def launch_reduce(
     block, warps = _block(width)
     reduce_kernel[(rows * planes,)](
         x, y, seq_lens, *x.stride(), *y.stride(), width, bos, eos,
-        H=num_kv_heads, PLANES=planes, PAGE=page_size, KIND=_REDUCTIONS[reduction], BW=block, num_warps=warps,
-        **options(pdl),
+        H=num_kv_heads, PLANES=planes, PAGE=page_size, KIND=_REDUCTIONS[reduction], BW=block,
+        num_warps=warps, num_stages=1, **options(pdl),
     )  # fmt: skip
 
 
@@ -203,8 +203,8 @@ def launch_normalize(
     block, warps = _block(width)
     normalize_kernel[(rows * planes,)](
         x, y, seq_lens, *x.stride(), *y.stride(), width, bos, eos,
-        H=num_kv_heads, PLANES=planes, PAGE=page_size, SQUARED=squared, BW=block, num_warps=warps,
-        **options(pdl),
+        H=num_kv_heads, PLANES=planes, PAGE=page_size, SQUARED=squared, BW=block,
+        num_warps=warps, num_stages=1, **options(pdl),
     )  # fmt: skip
 
 
@@ -220,8 +220,8 @@ def launch_conv1d(
     block, warps = _block(width)
     conv1d_kernel[(rows * planes,)](
         x, y, seq_lens, *x.stride(), *y.stride(), width, bos, eos,
-        H=num_kv_heads, PLANES=planes, PAGE=page_size, WEIGHT=weight, TAPS=len(weight), BW=block, num_warps=warps,
-        **options(pdl),
+        H=num_kv_heads, PLANES=planes, PAGE=page_size, WEIGHT=weight, TAPS=len(weight), BW=block,
+        num_warps=warps, num_stages=1, **options(pdl),
     )  # fmt: skip
 
 
@@ -251,10 +251,10 @@ def _launch_filter(
     rows, planes, width = x.shape
     block, warps = _block(width)
     filter_kernel[(rows * planes,)](
-        x, y, seq_lens, *x.stride(), *y.stride(), width, bos, eos, width if k is None else min(k, width), p,
+        x, y, seq_lens, *x.stride(), *y.stride(), width, bos, eos, float(width if k is None else min(k, width)), p,
         (softmax_scale or 0.0) * 1.4426950408889634,
         H=num_kv_heads, PLANES=planes, PAGE=page_size, COUNT=k is not None, SOFTMAX=softmax_scale is not None, BW=block,
-        num_warps=warps,
+        num_warps=warps, num_stages=1,
         **options(pdl),
     )  # fmt: skip
 

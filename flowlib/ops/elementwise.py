@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from flowlib.core.op import Block, Emitter, Inner, TileOp, broadcast, cache_side
+from flowlib.core.op import Block, Emitter, Inner, TileOp, broadcast, cache_side, literal, number
 
 
 class _Binary(TileOp):
@@ -30,35 +30,35 @@ class Multiply(_Binary):
 
 
 class Maximum(_Binary):
-    """max(x, y)."""
+    """max(x, y); a NaN is ignored where the other is a number."""
 
     triton: ClassVar[str] = "tl.maximum({x}, {y})"
 
     def meaning(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.maximum(x, y)
+        return torch.fmax(x, y)
 
 
 class Minimum(_Binary):
-    """min(x, y)."""
+    """min(x, y); a NaN is ignored where the other is a number."""
 
     triton: ClassVar[str] = "tl.minimum({x}, {y})"
 
     def meaning(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.minimum(x, y)
+        return torch.fmin(x, y)
 
 
 class Add(_Binary):
     """alpha · x + beta · y."""
 
     def __init__(self, alpha: float = 1.0, beta: float = 1.0) -> None:
-        self.alpha = float(alpha)
-        self.beta = float(beta)
+        self.alpha = number(self, "alpha", alpha)
+        self.beta = number(self, "beta", beta)
 
     def meaning(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.alpha * x + self.beta * y
 
     def emit(self, e: Emitter, x: Block, y: Block) -> Block:
-        terms = [t if w == 1.0 else f"{w!r} * {t}" for w, t in ((self.alpha, e.fp32(x)), (self.beta, e.fp32(y)))]
+        terms = [t if w == 1.0 else f"{literal(w)} * {t}" for w, t in ((self.alpha, e.fp32(x)), (self.beta, e.fp32(y)))]
         return e.let(" + ".join(terms), broadcast(self, x.shape, y.shape), x, y)
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from flowlib.core.errors import OptionError, ShapeError
-from flowlib.core.op import Block, Emitter, Inner, TileOp, cache_side, check_inner_dim, is_power_of_2
+from flowlib.core.op import Block, Emitter, Inner, TileOp, cache_side, check_inner_dim, is_power_of_2, literal
 
 
 class _Interleave(TileOp):
@@ -15,6 +15,8 @@ class _Interleave(TileOp):
     """Triton text that joins two partial results ``{x}`` and ``{y}``."""
     reduction: ClassVar[str] = ""
     """Triton's name of the reduction."""
+    identity: ClassVar[float | None] = None
+    """What a NaN counts as, where it is ignored."""
 
     def __init__(self, dim: int = 1, k: int = 2) -> None:
         self.dim = check_inner_dim(self, dim)
@@ -36,11 +38,15 @@ class _Interleave(TileOp):
 
     def emit(self, e: Emitter, x: Block) -> Block:
         shape = self.infer(x.shape)
-        if is_power_of_2(x.shape[self.dim - 1]) and is_power_of_2(self.k):
+        lanes = e.fp32(x)
+        if self.identity is not None:
+            lanes = f"tl.where({lanes} == {lanes}, {lanes}, {literal(self.identity)})"
+        if is_power_of_2(self.k):
             sizes = [e.pages(x), *(e.padded(n) for n in shape)]
             sizes.insert(self.dim + 1, self.k)
-            groups = f"tl.reshape({e.fp32(x)}, {sizes})"
+            groups = f"tl.reshape({lanes}, {sizes})"
             return e.let(self.finished(f"tl.{self.reduction}({groups}, axis={self.dim + 1})"), shape, x)
+        x = e.let(lanes, x.shape, x)
         row, column = ("{i} * %d + %d", "{j}") if self.dim == 1 else ("{i}", "{j} * %d + %d")
         total = ""
         for m in range(self.k):
@@ -67,23 +73,25 @@ class MeanInterleave(_Interleave):
 
 
 class MaxInterleave(_Interleave):
-    """Maximum of each group of k consecutive elements."""
+    """Maximum of each group of k consecutive elements; a NaN counts as -inf."""
 
     joined: ClassVar[str] = "tl.maximum({x}, {y})"
+    identity: ClassVar[float | None] = float("-inf")
     reduction: ClassVar[str] = "max"
 
     def meaning(self, x: torch.Tensor) -> torch.Tensor:
-        return self.groups(x).amax(self.dim - 3)
+        return self.groups(x.masked_fill(x.isnan(), float("-inf"))).amax(self.dim - 3)
 
 
 class MinInterleave(_Interleave):
-    """Minimum of each group of k consecutive elements."""
+    """Minimum of each group of k consecutive elements; a NaN counts as inf."""
 
     joined: ClassVar[str] = "tl.minimum({x}, {y})"
+    identity: ClassVar[float | None] = float("inf")
     reduction: ClassVar[str] = "min"
 
     def meaning(self, x: torch.Tensor) -> torch.Tensor:
-        return self.groups(x).amin(self.dim - 3)
+        return self.groups(x.masked_fill(x.isnan(), float("inf"))).amin(self.dim - 3)
 
 
 CMeanInterleave = cache_side(MeanInterleave)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
 
 from flowlib.core.errors import OptionError, ShapeError
-from flowlib.core.op import Block, Emitter, Inner, TileOp, cache_side, check_inner_dim, is_power_of_2
+from flowlib.core.op import Block, Emitter, Inner, TileOp, cache_side, check_inner_dim, is_power_of_2, literal, number
+
+MAX_GATHERED = 256
+"""Elements of a block that Triton gathers on every GPU."""
 
 
 class Transpose(TileOp):
@@ -32,7 +36,7 @@ class Reshape(TileOp):
     """
 
     def __init__(self, first: int, r: int, c: int) -> None:
-        if first != -1 or r < 1 or c < 1:
+        if first != -1 or not all(isinstance(n, int) and n >= 1 for n in (r, c)):
             raise OptionError(f"Reshape: sizes are ({first}, {r}, {c}), expected (-1, r, c) with r and c at least 1")
         self.r = r
         self.c = c
@@ -49,8 +53,8 @@ class Reshape(TileOp):
         return x.reshape(*x.shape[:-2], self.r, self.c)
 
     def emit(self, e: Emitter, x: Block) -> Block:
-        if all(is_power_of_2(n) for n in (*x.shape, self.r, self.c)):
-            return e.let(f"tl.reshape({e.fp32(x)}, [{e.pages(x)}, {self.r}, {self.c}])", (self.r, self.c), x)
+        if is_power_of_2(x.shape[1]) and is_power_of_2(self.c):  # rows are padded at their end only
+            return e.let(f"tl.reshape({e.fp32(x)}, [{e.pages(x)}, {e.padded(self.r)}, {self.c}])", (self.r, self.c), x)
         flat, width = f"({{i}} * {self.c} + {{j}})", x.shape[1]
         return e.rearranged(x, (self.r, self.c), f"{flat} // {width}", f"{flat} % {width}")
 
@@ -93,6 +97,13 @@ class Kron(TileOp):
 
     def emit(self, e: Emitter, x: Block, y: Block) -> Block:
         shape = self.infer(x.shape, y.shape)
+        if all(is_power_of_2(y.shape[axis - 1]) for axis in self.dim):
+            return e.let(self._broadcast(e, x, y, shape), shape, x, y)
+        if math.prod(e.padded(n) for n in shape) > MAX_GATHERED:
+            raise ShapeError(
+                f"Kron: 'y' {list(y.shape)} is no power of two along axis {self.dim} and the result {list(shape)} has "
+                f"more than {MAX_GATHERED} elements, which Triton can't gather; swap x and y, or use powers of two"
+            )
         outer, inner = ["{i}", "{j}"], ["{i}", "{j}"]
         for axis, index in enumerate(("{i}", "{j}")):
             if axis + 1 in self.dim:
@@ -103,18 +114,27 @@ class Kron(TileOp):
         left, right = e.rearranged(x, shape, *outer), e.rearranged(y, shape, *inner)
         return e.let(f"{left.name} * {right.name}", shape, left, right)
 
+    def _broadcast(self, e: Emitter, x: Block, y: Block, shape: Inner) -> str:
+        """Products of all pairs as one block: where y is not padded, its rows follow each other without gaps."""
+        new = {1: ":, None" if 1 in self.dim else ":", 2: ":, None" if 2 in self.dim else ":"}
+        own = {1: "None, :" if 1 in self.dim else ":", 2: "None, :" if 2 in self.dim else ":"}
+        left = f"({e.fp32(x)})[:, {new[1]}, {new[2]}]"
+        right = f"({e.fp32(y)})[:, {own[1]}, {own[2]}]"
+        pages = max(e.pages(x), e.pages(y))
+        return f"tl.reshape({left} * {right}, [{pages}, {e.padded(shape[0])}, {e.padded(shape[1])}])"
+
 
 class MaskSlice(TileOp):
     """alpha at positions ``start`` to ``end - 1`` of axis `dim`, beta elsewhere; x gives the inner sizes only."""
 
     def __init__(self, start: int, end: int, dim: int, alpha: float = 1.0, beta: float = 0.0) -> None:
         self.dim = check_inner_dim(self, dim)
-        if not 0 <= start <= end:
+        if not 0 <= number(self, "start", start) <= number(self, "end", end):
             raise OptionError(f"MaskSlice: start, end are {start}, {end}, expected 0 <= start <= end")
         self.start = int(start)
         self.end = int(end)
-        self.alpha = float(alpha)
-        self.beta = float(beta)
+        self.alpha = number(self, "alpha", alpha)
+        self.beta = number(self, "beta", beta)
 
     def infer(self, x: Inner) -> Inner:
         if self.end > x[self.dim - 1]:
@@ -133,7 +153,7 @@ class MaskSlice(TileOp):
         index = e.lanes(x.shape[self.dim - 1], self.dim)
         inside = f"({index} >= {self.start}) & ({index} < {self.end})"
         whole = f"tl.zeros([1, {e.padded(x.shape[0])}, {e.padded(x.shape[1])}], tl.float32)"
-        return e.let(f"tl.where({inside}, {self.alpha}, {self.beta}) + {whole}", x.shape)
+        return e.let(f"tl.where({inside}, {literal(self.alpha)}, {literal(self.beta)}) + {whole}", x.shape)
 
 
 CReshape = cache_side(Reshape)

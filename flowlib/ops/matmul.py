@@ -15,6 +15,10 @@ MIN_DOT = 16
 """Smallest tile side worth a tensor-core product; below it a broadcast product is used."""
 
 
+MAX_ELEMENTS = 1 << 20
+"""Elements of Triton's largest block."""
+
+
 class GeMM(TileOp):
     """y · xᵀ per entry: x ``[., Nx, K]``, y ``[., Ny, K]`` -> ``[., Ny, Nx]``.
 
@@ -37,16 +41,22 @@ class GeMM(TileOp):
     def emit(self, e: Emitter, x: Block, y: Block) -> Block:
         shape = self.infer(x.shape, y.shape)
         rows, depth = e.pages(y) * e.padded(y.shape[0]), e.padded(x.shape[1])
-        if x.shape[0] > 1 and not x.paged and min(rows, depth) >= MIN_DOT:
+        if x.shape[0] > 1 and e.pages(x) == 1 and min(rows, depth) >= MIN_DOT:
             return e.let(self._dot(e, x, y, rows, depth), shape, x, y)
         columns = e.pages(x) * e.padded(x.shape[0])
-        if y.shape[0] > 1 and not y.paged and min(columns, depth) >= MIN_DOT:
+        if y.shape[0] > 1 and e.pages(y) == 1 and min(columns, depth) >= MIN_DOT:
             swapped = Block("", (x.shape[0], y.shape[0]), x.paged)
             text = self._dot(e, y, x, columns, depth)
             return e.let(f"tl.permute({text}, (0, 2, 1))", shape, swapped)
         left, right = e.filled(y, self.identity, 2), e.filled(x, self.identity, 2)
         if x.shape[0] == 1:
             return e.let(f"tl.sum({left} * {right}, axis=2, keep_dims=True)", shape, x, y)
+        size = e.pages(y) * self.between(x.shape, y.shape)
+        if size > MAX_ELEMENTS:
+            raise ShapeError(
+                f"{self.label}: 'x' {list(x.shape)} and 'y' {list(y.shape)} make a block of {size} elements, "
+                f"expected at most {MAX_ELEMENTS}, Triton's limit; reduce one of them first"
+            )
         return e.let(f"tl.sum({left}[:, :, None, :] * {right}[:, None, :, :], axis=3)", shape, x, y)
 
     def between(self, x: Inner, y: Inner) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from flowlib.core.errors import OptionError
 from flowlib.core.formats import FORMAT, Side
-from flowlib.core.op import Inner, SegmentOp
+from flowlib.core.op import Inner, SegmentOp, number
 from flowlib.core.spec import Spec
 
 _IDENTITY = {"Sum": 0.0, "Mean": 0.0, "L2Norm": 0.0, "Max": float("-inf"), "Min": float("inf")}
@@ -25,7 +25,13 @@ class PageReduction(SegmentOp):
 
     def __init__(self, reduction: str) -> None:
         self.reduction = reduction
-        self.dim = 0
+
+    @property
+    def label(self) -> str:
+        return f"{self.reduction}(dim=0)"
+
+    def __str__(self) -> str:
+        return self.label
 
     def infer(self, x: Inner) -> Inner:
         return x
@@ -36,6 +42,8 @@ class PageReduction(SegmentOp):
     def meaning(self, x: torch.Tensor, *, scored: torch.Tensor) -> torch.Tensor:
         mask = scored[:, :, None, None]
         kept = x.masked_fill(~mask, _IDENTITY[self.reduction])
+        if self.reduction in ("Max", "Min"):
+            kept = kept.masked_fill(kept.isnan(), _IDENTITY[self.reduction])
         if self.reduction in ("Max", "Min"):
             reduce = torch.amax if self.reduction == "Max" else torch.amin
             return reduce(kept, 1, keepdim=True) if x.shape[1] else kept.new_full((len(x), 1, *x.shape[2:]), 0.0)
@@ -105,6 +113,8 @@ class Conv1d(_Pages):
         self, weight: Sequence[Any], dim: int = 0, dtype: torch.dtype | None = None, device: object = None
     ) -> None:
         super().__init__(dim)
+        if isinstance(weight, (str, int, float)) or not isinstance(weight, Sequence):
+            raise OptionError(f"Conv1d: weight is {weight!r}, expected a list of an odd number of weights")
         self.weight = tuple(_one_number(w) for w in weight)
         if len(self.weight) % 2 == 0:
             raise OptionError(
@@ -127,7 +137,7 @@ def _one_number(weight: object) -> float:
         weight = weight[0]
     if isinstance(weight, (list, tuple)):
         raise OptionError(f"Conv1d: a weight is {weight!r}, expected one number: all channels share the weights")
-    return float(weight)  # type: ignore[arg-type]
+    return number("Conv1d", "a weight", weight)
 
 
 class KeepTop(SegmentOp):
@@ -173,7 +183,8 @@ class KeepNucleus(SegmentOp):
         if self.input == "logits":
             top = kept.amax(1, keepdim=True) if x.shape[1] else kept
             scale = 1.0 if self.scale is None else self.scale
-            mass = (scale * (kept - top.masked_fill(top == float("-inf"), 0.0))).exp()
+            mass = (scale * (kept - top.masked_fill(top == float("-inf"), 0.0))).exp().masked_fill(kept == top, 1.0)
+            mass = mass.masked_fill(~eligible, 0.0)
         else:
             mass = x.masked_fill(~eligible, 0.0)
         order = kept.sort(dim=1, descending=True, stable=True).indices

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from flowlib.core.op import Block, Emitter, Inner, TileOp, cache_side, check_inner_dim
+from flowlib.core.op import Block, Emitter, Inner, TileOp, cache_side, check_inner_dim, literal
 from flowlib.core.vtensor import sugar
 from flowlib.ops.pages import PageReduction
 
@@ -14,6 +14,8 @@ from flowlib.ops.pages import PageReduction
 class _Reduction(TileOp):
     identity: ClassVar[float] = 0.0
     """What padded lanes of the reduced axis must hold."""
+    ignores_nan: ClassVar[bool] = False
+    """Whether a NaN counts as the identity."""
 
     def __new__(cls, dim: int = 1) -> Any:
         return PageReduction(cls.__name__.removeprefix("C")) if dim == 0 else super().__new__(cls)
@@ -29,6 +31,9 @@ class _Reduction(TileOp):
         raise NotImplementedError(f"{type(self).__name__}.reduced")
 
     def emit(self, e: Emitter, x: Block) -> Block:
+        if self.ignores_nan:
+            value = e.fp32(x)
+            x = e.let(f"tl.where({value} == {value}, {value}, {literal(self.identity)})", x.shape, x)
         text = self.reduced(e.filled(x, self.identity, self.dim), x.shape[self.dim - 1])
         return e.let(text, self.infer(x.shape), x)
 
@@ -58,24 +63,26 @@ class Mean(_Reduction):
 
 
 class Max(_Reduction):
-    """max x."""
+    """max x; a NaN counts as -inf."""
 
     identity: ClassVar[float] = float("-inf")
+    ignores_nan: ClassVar[bool] = True
 
     def meaning(self, x: torch.Tensor) -> torch.Tensor:
-        return x.amax(self.dim - 3, keepdim=True)
+        return x.masked_fill(x.isnan(), self.identity).amax(self.dim - 3, keepdim=True)
 
     def reduced(self, x: str, size: int) -> str:
         return self._tl("max", x)
 
 
 class Min(_Reduction):
-    """min x."""
+    """min x; a NaN counts as inf."""
 
     identity: ClassVar[float] = float("inf")
+    ignores_nan: ClassVar[bool] = True
 
     def meaning(self, x: torch.Tensor) -> torch.Tensor:
-        return x.amin(self.dim - 3, keepdim=True)
+        return x.masked_fill(x.isnan(), self.identity).amin(self.dim - 3, keepdim=True)
 
     def reduced(self, x: str, size: int) -> str:
         return self._tl("min", x)

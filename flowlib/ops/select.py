@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from flowlib.core.errors import FormatError, OptionError, ShapeError
-from flowlib.core.op import Block, Emitter, Inner, SelectOp, TileOp, broadcast
+from flowlib.core.op import Block, Emitter, Inner, SelectOp, TileOp, broadcast, number
 from flowlib.core.vtensor import Selection, vTensor
 from flowlib.ops.pages import KeepNucleus, KeepTop, best
 
@@ -87,8 +87,10 @@ class topP(topK):
 
     def __init__(self, p: float, max_k: int | None = None, input: str = "logits", scale: float | None = 1.0) -> None:
         SelectOp.__init__(self, UNBOUNDED if max_k is None else _pages("topP", "max_k", max_k))
-        if not 0.0 < p <= 1.0:
+        if not 0.0 < number(self, "p", p) <= 1.0:
             raise OptionError(f"topP: p is {p}, expected a number above 0 and at most 1")
+        if scale is not None and not number(self, "scale", scale) > 0:
+            raise OptionError(f"topP: scale is {scale!r}, expected a positive number, or None for the spec's scale")
         if input not in ("logits", "mass"):
             raise OptionError(f"topP: input is {input!r}, expected 'logits' or 'mass'")
         self.p = float(p)

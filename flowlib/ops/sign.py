@@ -14,7 +14,7 @@ class PositivePart(TileOp):
         return x
 
     def meaning(self, x: torch.Tensor) -> torch.Tensor:
-        return x.clamp(min=0.0)
+        return torch.where(x > 0, x, 0.0)
 
     def emit(self, e: Emitter, x: Block) -> Block:
         return e.same(f"tl.where({x.name} > 0, {x.name}, 0.0)", x)
@@ -27,7 +27,7 @@ class NegativePart(TileOp):
         return x
 
     def meaning(self, x: torch.Tensor) -> torch.Tensor:
-        return x.clamp(max=0.0)
+        return torch.where(x < 0, x, 0.0)
 
     def emit(self, e: Emitter, x: Block) -> Block:
         return e.same(f"tl.where({x.name} < 0, {x.name}, 0.0)", x)

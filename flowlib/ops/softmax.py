@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from flowlib.core.errors import OptionError
-from flowlib.core.op import Inner, SegmentOp
+from flowlib.core.op import Inner, SegmentOp, number
 from flowlib.core.spec import Spec
 
 
@@ -29,7 +29,7 @@ class Softmax(SegmentOp):
     def __init__(self, dim: int = 0, scale: float | None = 1.0) -> None:
         if dim != 0:
             raise OptionError(f"Softmax: dim is {dim!r}, expected 0 (the pages of a row)")
-        if scale is not None and not scale > 0:
+        if scale is not None and not number(self, "scale", scale) > 0:
             raise OptionError(f"Softmax: scale is {scale!r}, expected a positive number, or None for the spec's scale")
         self.dim = dim
         self.scale = scale

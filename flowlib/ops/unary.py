@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from flowlib.core.errors import OptionError
-from flowlib.core.op import Block, Emitter, Inner, TileOp, cache_side
+from flowlib.core.op import Block, Emitter, Inner, TileOp, cache_side, literal, number
 
 
 class _Unary(TileOp):
@@ -17,15 +17,16 @@ class _Unary(TileOp):
         return x
 
     def emit(self, e: Emitter, x: Block) -> Block:
-        return e.let(self.triton.format(x=e.fp32(x), **vars(self)), x.shape, x)
+        numbers = {name: literal(value) for name, value in vars(self).items()}
+        return e.let(self.triton.format(x=e.fp32(x), **numbers), x.shape, x)
 
 
 class _Affine(_Unary):
     """beta · x + alpha, then a function."""
 
     def __init__(self, alpha: float = 0.0, beta: float = 1.0) -> None:
-        self.alpha = float(alpha)
-        self.beta = float(beta)
+        self.alpha = number(self, "alpha", alpha)
+        self.beta = number(self, "beta", beta)
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         """beta · x + alpha."""
@@ -83,8 +84,8 @@ class Relu(_Unary):
     triton: ClassVar[str] = "tl.where({x} >= {alpha}, {x}, {beta} * {x})"
 
     def __init__(self, alpha: float = 0.0, beta: float = 0.0) -> None:
-        self.alpha = float(alpha)
-        self.beta = float(beta)
+        self.alpha = number(self, "alpha", alpha)
+        self.beta = number(self, "beta", beta)
 
     def meaning(self, x: torch.Tensor) -> torch.Tensor:
         return torch.where(x >= self.alpha, x, self.beta * x)
@@ -96,8 +97,8 @@ class Sigmoid(_Unary):
     triton: ClassVar[str] = "1.0 / (1.0 + tl.exp({beta} * {x} + {alpha}))"
 
     def __init__(self, alpha: float = 0.0, beta: float = -1.0) -> None:
-        self.alpha = float(alpha)
-        self.beta = float(beta)
+        self.alpha = number(self, "alpha", alpha)
+        self.beta = number(self, "beta", beta)
 
     def meaning(self, x: torch.Tensor) -> torch.Tensor:
         return 1.0 / (1.0 + (self.beta * x + self.alpha).exp())
@@ -113,18 +114,18 @@ class Silu(Sigmoid):
 
 
 class Clamp(_Unary):
-    """x limited to [lo, hi]."""
+    """x limited to [lo, hi]; NaN becomes lo."""
 
     triton: ClassVar[str] = "tl.minimum(tl.maximum({x}, {lo}), {hi})"
 
     def __init__(self, lo: float, hi: float) -> None:
-        if not lo <= hi:
+        self.lo = number(self, "lo", lo)
+        self.hi = number(self, "hi", hi)
+        if not self.lo <= self.hi:
             raise OptionError(f"Clamp: lo is {lo}, expected at most hi, {hi}")
-        self.lo = float(lo)
-        self.hi = float(hi)
 
     def meaning(self, x: torch.Tensor) -> torch.Tensor:
-        return x.clamp(self.lo, self.hi)
+        return torch.fmin(torch.fmax(x, x.new_tensor(self.lo)), x.new_tensor(self.hi))
 
 
 CAdd_Mul = cache_side(Add_Mul)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from flowlib.runtime.plan import Plan, StepOutput
     from flowlib.runtime.pool import KVStore
 
+Tensors = Mapping[str, torch.Tensor]
+Given = tuple[Tensors, Tensors, Tensors]
 SELECT = "flowlib.kernels.select:launch_select"
 ATTEND = "flowlib.kernels.attend:launch_attend"
 
@@ -50,31 +52,43 @@ class TileKernel:
         self.options = {"num_warps": num_warps(stage)}
         self._arguments = [_argument(name) for name in self.kernel.arg_names if name != "PDL"]
 
-    def on_rows(self, tensors: Mapping[str, torch.Tensor], batch: Batch, pdl: bool = False) -> None:
-        """Runs it for the scored pages of every row."""
-        given = {**tensors, "page_table": batch.page_table, "seq_lens": batch.seq_lens}
-        grid = (batch.size * self.spec.num_kv_heads, max(1, -(-batch.width // self.tile)))
-        self.kernel[grid](*(find(given) for find in self._arguments), **self.options, **pdl_options(pdl))
+    def on_rows(self, tensors: Tensors, batch: Batch, pdl: bool = False, fields: Tensors | None = None) -> None:
+        """Runs it for the scored pages of every row.
 
-    def on_written(self, tensors: Mapping[str, torch.Tensor], loc: torch.Tensor, pdl: bool = False) -> None:
+        `tensors` are q, K, V and buffers by name, `fields` the fields (``None``: they are among `tensors`).
+        """
+        step = {"page_table": batch.page_table, "seq_lens": batch.seq_lens}
+        grid = (batch.size * self.spec.num_kv_heads, max(1, -(-batch.width // self.tile)))
+        self._launch(grid, (tensors, tensors if fields is None else fields, step), pdl)
+
+    def on_written(self, tensors: Tensors, loc: torch.Tensor, pdl: bool = False, fields: Tensors | None = None) -> None:
         """Runs it for the pages whose last slot is in `loc`."""
         grid = (loc.shape[0], self.spec.num_kv_heads)
-        given = {**tensors, "loc": loc}
+        self._launch(grid, (tensors, tensors if fields is None else fields, {"loc": loc}), pdl)
+
+    def _launch(self, grid: tuple[int, int], given: Given, pdl: bool) -> None:
         self.kernel[grid](*(find(given) for find in self._arguments), **self.options, **pdl_options(pdl))
 
 
-def _argument(name: str) -> Callable[[Mapping[str, torch.Tensor]], Any]:
-    """What a kernel's parameter stands for: ``p_x`` and ``w_x`` a tensor, ``s_x_<axis>`` one of its strides."""
-    kind, rest = name.split("_", 1) if "_" in name else (name, "")
+def _argument(name: str) -> Callable[[Given], Any]:
+    """What a kernel's parameter stands for.
+
+    ``f_x`` is field x, ``p_x`` and ``w_x`` another tensor, ``s_x_<axis>`` a stride of one.
+    """
+    if name in ("p_page_table", "p_seq_lens", "p_loc"):
+        return lambda given: given[2][name[2:]]
     if name == "width":
-        return lambda given: given["page_table"].shape[1]
+        return lambda given: given[2]["page_table"].shape[1]
     if name == "s_page_table":
-        return lambda given: given["page_table"].stride(0)
+        return lambda given: given[2]["page_table"].stride(0)
+    kind, rest = name.split("_", 1)
+    if kind == "f":
+        return lambda given: given[1][rest]
     if kind in ("p", "w"):
-        return lambda given: given[rest]
+        return lambda given: given[0][rest]
     key, axis = rest.rsplit("_", 1)
     position = {"b": 0, "t": 0, "r": 0, "h": 1, "lane": -2}[axis]
-    return lambda given: given[key].stride(position)
+    return lambda given: given[0][key].stride(position)
 
 
 class Executor:
@@ -91,17 +105,17 @@ class Executor:
     def update(self, store: KVStore, loc: torch.Tensor) -> None:
         """Fields of the pages whose last slot is in `loc`."""
         if self.plan.program.update is not None and loc.shape[0]:
-            tensors = {"k": store.k, "v": store.v, **store.fields}
-            self.tiles[self.plan.program.update.name].on_written(tensors, loc, has_pdl(store.device))
+            kernel = self.tiles[self.plan.program.update.name]
+            kernel.on_written({"k": store.k, "v": store.v}, loc, has_pdl(store.device), store.fields)
 
     def choose(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
         """Scores and page lists."""
         spec, selection = self.plan.spec, self.plan.program.selection
-        tensors = {"q": q, "k": store.k, "v": store.v, **store.fields, **out.workspace}
+        tensors = {**out.workspace, "q": q, "k": store.k, "v": store.v}
         pdl = has_pdl(store.device)
         for stage in self.plan.program.step_stages:
             if isinstance(stage, TileStage):
-                self.tiles[stage.name].on_rows(tensors, batch, pdl)
+                self.tiles[stage.name].on_rows(tensors, batch, pdl, store.fields)
             else:
                 self._segment(stage, out, batch, pdl)
         top_k, ratio = selection.op.limits(spec)

@@ -66,7 +66,7 @@ class Size(int):
 R, C, ONE = Size(14, "r"), Size(22, "c"), Size(1, "1")
 SAMPLES: dict[str, object] = {
     "first": -1, "r": Size(22, "r'"), "c": Size(14, "c'"), "k": Size(2, "k"), "start": 0, "end": 1, "lo": 0.0,
-    "hi": 1.0, "p": 0.5, "weight": (1.0,),
+    "hi": 1.0, "p": 0.5, "weight": (1.0,), "alpha": 1.5,
 }  # fmt: skip
 """Arguments of ops that have no default, to try them with."""
 PROBES: dict[int, list[tuple[tuple[int, int], ...]]] = {

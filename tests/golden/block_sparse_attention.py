@@ -13,7 +13,7 @@ from flowlib.kernels.pdl import begin
 def update(
     p_loc,
     p_k,
-    p_centroid,
+    f_centroid,
     s_k_t,
     s_k_h,
     PDL: tl.constexpr,
@@ -34,7 +34,7 @@ def update(
     b_cmean = tl.sum(b_k_f32, axis=1, keep_dims=True) / 16.0
     # centroid [1, 1, 128]
     o_centroid = ((i_page * 8 + i_h) * 128) + a_128[None, None, :]
-    tl.store(p_centroid + o_centroid, b_cmean.to(p_centroid.dtype.element_ty))
+    tl.store(f_centroid + o_centroid, b_cmean.to(f_centroid.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["s_page_table", "width", "s_scores_r", "s_scores_lane"])
@@ -42,7 +42,7 @@ def score(
     p_page_table,
     p_seq_lens,
     p_q,
-    p_centroid,
+    f_centroid,
     w_scores,
     s_page_table,
     width,
@@ -74,7 +74,7 @@ def score(
     # centroid [64, 128]
     o_centroid = ((i_page * 8 + i_h) * 128)[:, None] + a_128[None, :]
     m_centroid = m_p[:, None]
-    b_centroid_rows = tl.load(p_centroid + o_centroid, mask=m_centroid, other=0.0)
+    b_centroid_rows = tl.load(f_centroid + o_centroid, mask=m_centroid, other=0.0)
     b_centroid = b_centroid_rows[:, None, :]
     b_centroid_f32 = b_centroid.to(tl.float32)
     b_gemv = tl.sum(b_centroid_f32 * b_mean, axis=2, keep_dims=True)

@@ -13,7 +13,7 @@ from flowlib.kernels.pdl import begin
 def update(
     p_loc,
     p_k,
-    p_centroid,
+    f_centroid,
     s_k_t,
     s_k_h,
     PDL: tl.constexpr,
@@ -36,7 +36,7 @@ def update(
     # centroid [1, 1, 96]
     o_centroid = ((i_page * 2 + i_h) * 96) + a_128[None, None, :]
     m_centroid = (a_128 < 96)[None, None, :]
-    tl.store(p_centroid + o_centroid, b_cmean.to(p_centroid.dtype.element_ty), mask=m_centroid)
+    tl.store(f_centroid + o_centroid, b_cmean.to(f_centroid.dtype.element_ty), mask=m_centroid)
 
 
 @triton.jit(do_not_specialize=["s_page_table", "width", "s_softmax_in_r", "s_softmax_in_lane"])
@@ -44,7 +44,7 @@ def before_softmax(
     p_page_table,
     p_seq_lens,
     p_q,
-    p_centroid,
+    f_centroid,
     w_softmax_in,
     s_page_table,
     width,
@@ -75,7 +75,7 @@ def before_softmax(
     # centroid [64, 96]
     o_centroid = ((i_page * 2 + i_h) * 96)[:, None] + a_128[None, :]
     m_centroid = m_p[:, None] & (a_128 < 96)[None, :]
-    b_centroid_rows = tl.load(p_centroid + o_centroid, mask=m_centroid, other=0.0)
+    b_centroid_rows = tl.load(f_centroid + o_centroid, mask=m_centroid, other=0.0)
     b_centroid = b_centroid_rows[:, None, :]
     b_gemm = tl.reshape(tl.dot(b_centroid_rows, tl.trans(tl.reshape(b_q, [4, 128]))), [64, 1, 4])
     # softmax_in [64, 1, 3]
@@ -115,8 +115,9 @@ def score(
     m_softmax_in = m_p[:, None] & (a_4 < 3)[None, :]
     b_softmax_in_rows = tl.load(w_softmax_in + o_softmax_in, mask=m_softmax_in, other=0.0)
     b_softmax_in = b_softmax_in_rows[:, None, :]
-    b_max = tl.max(tl.where((a_4 < 3)[None, None, :], b_softmax_in, float("-inf")), axis=2, keep_dims=True)
+    b_max = tl.where(b_softmax_in == b_softmax_in, b_softmax_in, float("-inf"))
+    b_max_2 = tl.max(tl.where((a_4 < 3)[None, None, :], b_max, float("-inf")), axis=2, keep_dims=True)
     # scores [128, 1, 1]
     o_scores = i_r * s_scores_r + o_p[:, None, None]
     m_scores = m_p[:, None, None]
-    tl.store(w_scores + o_scores, b_max.to(w_scores.dtype.element_ty), mask=m_scores)
+    tl.store(w_scores + o_scores, b_max_2.to(w_scores.dtype.element_ty), mask=m_scores)

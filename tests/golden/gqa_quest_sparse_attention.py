@@ -13,8 +13,8 @@ from flowlib.kernels.pdl import begin
 def update(
     p_loc,
     p_k,
-    p_k_max,
-    p_k_min,
+    f_k_max,
+    f_k_min,
     s_k_t,
     s_k_h,
     PDL: tl.constexpr,
@@ -33,23 +33,25 @@ def update(
     b_k = tl.load(p_k + o_k, mask=m_k, other=0.0)
     b_k_f32 = b_k.to(tl.float32)
     b_k_scaled = b_k_f32 * 0.5
-    b_cmax = tl.max(tl.where((a_64 < 48)[None, :, None], b_k_scaled, float("-inf")), axis=1, keep_dims=True)
-    b_cmin = tl.min(tl.where((a_64 < 48)[None, :, None], b_k_scaled, float("inf")), axis=1, keep_dims=True)
+    b_cmax = tl.where(b_k_scaled == b_k_scaled, b_k_scaled, float("-inf"))
+    b_cmax_2 = tl.max(tl.where((a_64 < 48)[None, :, None], b_cmax, float("-inf")), axis=1, keep_dims=True)
+    b_cmin = tl.where(b_k_scaled == b_k_scaled, b_k_scaled, float("inf"))
+    b_cmin_2 = tl.min(tl.where((a_64 < 48)[None, :, None], b_cmin, float("inf")), axis=1, keep_dims=True)
     # k_max [1, 1, 64]
     o_k_max = ((i_page * 1 + i_h) * 64) + a_64[None, None, :]
-    tl.store(p_k_max + o_k_max, b_cmax.to(p_k_max.dtype.element_ty))
+    tl.store(f_k_max + o_k_max, b_cmax_2.to(f_k_max.dtype.element_ty))
     # k_min [1, 1, 64]
     o_k_min = ((i_page * 1 + i_h) * 64) + a_64[None, None, :]
-    tl.store(p_k_min + o_k_min, b_cmin.to(p_k_min.dtype.element_ty))
+    tl.store(f_k_min + o_k_min, b_cmin_2.to(f_k_min.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["s_page_table", "width", "s_scores_r", "s_scores_lane"])
 def score(
     p_page_table,
     p_seq_lens,
-    p_k_max,
+    f_k_max,
     p_q,
-    p_k_min,
+    f_k_min,
     w_scores,
     s_page_table,
     width,
@@ -75,7 +77,7 @@ def score(
     # k_max [64, 64]
     o_k_max = ((i_page * 1 + i_h) * 64)[:, None] + a_64[None, :]
     m_k_max = m_p[:, None]
-    b_k_max_rows = tl.load(p_k_max + o_k_max, mask=m_k_max, other=0.0)
+    b_k_max_rows = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0.0)
     b_k_max = b_k_max_rows[:, None, :]
     a_8 = tl.arange(0, 8)
     # q [1, 7, 64]
@@ -87,13 +89,14 @@ def score(
     # k_min [64, 64]
     o_k_min = ((i_page * 1 + i_h) * 64)[:, None] + a_64[None, :]
     m_k_min = m_p[:, None]
-    b_k_min_rows = tl.load(p_k_min + o_k_min, mask=m_k_min, other=0.0)
+    b_k_min_rows = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0.0)
     b_k_min = b_k_min_rows[:, None, :]
     b_negativepart = (tl.where(b_q < 0, b_q, 0.0)).to(b_q.dtype)
     b_gemm_2 = tl.permute(tl.reshape(tl.dot(b_k_min_rows, tl.trans(tl.reshape(b_negativepart, [8, 64]))), [64, 1, 8]), (0, 2, 1))
     b_add = b_gemm + b_gemm_2
-    b_max = tl.max(tl.where((a_8 < 7)[None, :, None], b_add, float("-inf")), axis=1, keep_dims=True)
+    b_max = tl.where(b_add == b_add, b_add, float("-inf"))
+    b_max_2 = tl.max(tl.where((a_8 < 7)[None, :, None], b_max, float("-inf")), axis=1, keep_dims=True)
     # scores [64, 1, 1]
     o_scores = i_r * s_scores_r + o_p[:, None, None]
     m_scores = m_p[:, None, None]
-    tl.store(w_scores + o_scores, b_max.to(w_scores.dtype.element_ty), mask=m_scores)
+    tl.store(w_scores + o_scores, b_max_2.to(w_scores.dtype.element_ty), mask=m_scores)

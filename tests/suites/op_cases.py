@@ -175,8 +175,8 @@ CASES: dict[str, list[Case]] = {
 """Tile ops by their indexer-side name; a cache-side name has its base's cases."""
 
 ALONE = {
-    "Softmax", "Normalize", "L2Normalize", "Conv1d", "topK", "approxTopK", "TopK", "topP", "Threshold", "Union",
-    "Reserved", "Fill", "CFill", "Save", "PagePosition",
+    "Softmax", "Normalize", "L2Normalize", "Conv1d", "GaussianTau", "topK", "approxTopK", "TopK", "topP",
+    "Threshold", "Union", "Reserved", "Fill", "CFill", "Save", "PagePosition",
 }
 """Ops with tests of their own: they work across pages, or have no input, or write a field from the indexer."""
 
