@@ -32,10 +32,9 @@ def test_import_brings_in_no_optional_or_heavy_package():
 
 
 def test_import_costs_at_most_300_ms_more_than_torch():
-    timed = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
-    flowlib, torch = (min(float(python("-c", timed.format(m))) for _ in range(4)) for m in ("flowlib", "torch"))
-    print(f"import flowlib {flowlib:.3f} s, import torch {torch:.3f} s")
-    assert flowlib - torch <= 0.3
+    """Processor time of what comes on top of torch, which other processes on the machine don't change."""
+    timed = "import time, torch; t = time.process_time(); import flowlib; print(time.process_time() - t)"
+    assert min(float(python("-c", timed)) for _ in range(4)) <= 0.3
 
 
 @pytest.mark.parametrize("name", ["gqa_block_sparse_attention", "gqa_quest_sparse_attention", "streaming_attention"])
