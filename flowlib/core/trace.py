@@ -210,8 +210,7 @@ def _declared_field(name: object, shape: object, spec: Spec) -> Field:
         raise FlowDefinitionError(f"create_cache: field {name!r} is given by the pool, choose another name")
     if not isinstance(name, str) or not name.isidentifier():
         raise FlowDefinitionError(f"create_cache: field name {name!r} is no identifier")
-    good = isinstance(shape, (tuple, list)) and len(shape) in (2, 3) and all(_positive(n) for n in shape[:2])
-    if not good:
+    if not (isinstance(shape, (tuple, list)) and len(shape) in (2, 3) and all(_positive(n) for n in shape[:2])):
         raise FlowDefinitionError(
             f"create_cache: field {name!r} is {shape!r}, expected (r, c) or (r, c, dtype) with r and c at least 1"
         )

@@ -196,7 +196,7 @@ class RunContext(ContextBase):
         if not isinstance(loc, torch.Tensor):
             raise FormatError(f"{type(op).__name__}: loc is {type(loc).__name__}, expected int64 token slots [T]")
         limit = self.store.num_pages * self.spec.page_size
-        check_integers(f"{type(op).__name__}: loc", loc, "T", limit, self.store.device)
+        check_integers(f"{type(op).__name__}: loc", loc, "T", limit, self.store.device, lowest=-1)
         if target is None:
             shape = (self.store.num_pages * self.spec.num_kv_heads, *node.shape)
             target = self._wrap((FORMAT.PAGED, node.shape), torch.full(shape, float("nan"), device=self.store.device))

@@ -143,7 +143,7 @@ class Plan:
 
         Args:
             store: the pool.
-            loc: int64 ``[T]`` token slots, contiguous.
+            loc: int64 ``[T]`` token slots, contiguous; -1, as padding has it, writes nothing.
             impl: ``"reference"`` or ``"triton"``.
 
         Raises:
@@ -151,7 +151,7 @@ class Plan:
         """
         self._check_store("update", store)
         self.check_impl(impl, store.device)
-        check_integers("update: loc", loc, "T", store.num_pages * self.spec.page_size, store.device)
+        check_integers("update: loc", loc, "T", store.num_pages * self.spec.page_size, store.device, lowest=-1)
         if not loc.is_contiguous():
             raise BatchError(f"update: loc has stride {loc.stride(0)}, expected 1; pass loc.contiguous()")
         if impl == "triton":

@@ -150,12 +150,14 @@ def _check_device(what: str, name: str, value: torch.Tensor, device: torch.devic
         raise BatchError(f"{what}: '{name}' is on {value.device}, expected {device}, where the pool's K lies")
 
 
-def check_integers(what: str, values: object, axis: str, limit: int, device: torch.device) -> None:
+def check_integers(
+    what: str, values: torch.Tensor, axis: str, limit: int, device: torch.device, lowest: int = 0
+) -> None:
     """Checks slots or pages.
 
     Raises:
-        BatchError: `values` is no integer tensor of rank 1 on `device`; or, on the CPU, has one outside ``[0, limit)``
-            (on a device that would wait for it).
+        BatchError: `values` is no integer tensor of rank 1 on `device`; or, on the CPU, has one outside
+            ``[lowest, limit)`` (on a device that would wait for it).
     """
     good = isinstance(values, torch.Tensor) and values.dim() == 1 and values.dtype in (torch.int64, torch.int32)
     if not good:
@@ -166,5 +168,5 @@ def check_integers(what: str, values: object, axis: str, limit: int, device: tor
     if values.device.type != "cpu" or values.numel() == 0:
         return
     low, high = int(values.min()), int(values.max())
-    if low < 0 or high >= limit:
-        raise BatchError(f"{what} has {low if low < 0 else high}, expected from 0 to {limit - 1}")
+    if low < lowest or high >= limit:
+        raise BatchError(f"{what} has {low if low < lowest else high}, expected from {lowest} to {limit - 1}")

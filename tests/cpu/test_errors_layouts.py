@@ -121,7 +121,7 @@ def test_an_op_called_alone_at_strided_slots(pool, impl):
     one, other = (CMax(dim=1)(x, None, loc=given).data for given in (loc, strided(loc)))
     assert torch.equal(one.nan_to_num(-9.0), other.nan_to_num(-9.0))
     assert (one.view(PAGES, -1).isfinite().all(-1)).nonzero().flatten().tolist() == [0, 2]
-    with refused(BatchError, "CMax: loc has 28, expected from 0 to 27"):
+    with refused(BatchError, "CMax: loc has 28, expected from -1 to 27"):
         CMax(dim=1)(x, None, loc=torch.tensor([28]))
 
 
@@ -132,8 +132,8 @@ NOT_SLOTS = [
     (torch.tensor([[3]]), "is torch.int64 [1, 1], expected int64 ["),
     (torch.tensor([3.0]), "is torch.float32 [1], expected int64 ["),
     (torch.tensor([True]), "is torch.bool [1], expected int64 ["),
-    (torch.tensor([-1]), "has -1, expected from 0 to "),
-    (torch.tensor([10**9]), "has 1000000000, expected from 0 to "),
+    (torch.tensor([-2]), "has -2, expected from "),
+    (torch.tensor([10**9]), "has 1000000000, expected from "),
     (torch.tensor([3], device="meta"), "is on meta, expected cpu, where the pool lies"),
 ]
 
@@ -148,6 +148,20 @@ def test_what_is_no_tensor_of_slots(pool, values, text, impl):
         pool.write(*tokens(1), values, impl=impl)
     with refused(BatchError, f"refresh: pages {text}"):
         pool.refresh(values, impl=impl)
+    assert all(map(torch.equal, contents(pool), before))
+
+
+@impls
+def test_padding_updates_nothing_and_is_no_slot_to_write_at(impl):
+    pool = flowlib.PagedPool(plan_of(), PAGES)
+    pool.k.copy_(torch.randn_like(pool.k))
+    pool.plan.update(pool, torch.tensor([-1, 7, -1]), impl=impl)
+    assert pool.fields["centroid"].flatten(1).any(-1).nonzero().flatten().tolist() == [1]
+    before = contents(pool)
+    for call in (lambda: pool.write(*tokens(1), torch.tensor([-1]), impl=impl),
+                 lambda: pool.refresh(torch.tensor([-1]), impl=impl)):  # fmt: skip
+        with refused(BatchError, "has -1, expected from 0 to "):
+            call()
     assert all(map(torch.equal, contents(pool), before))
 
 
