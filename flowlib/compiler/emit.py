@@ -129,7 +129,8 @@ def _row_prologue(w: KernelWriter) -> None:
     w.parameter("p_page_table", "p_seq_lens")
     w.parameter("s_page_table", "width", varying=True)
     _row_index(w)
-    w.line(f"n_pages = (tl.load(p_seq_lens + i_b).to(tl.int64) + {spec.page_size - 1}) // {spec.page_size}")
+    tokens, size = "tl.load(p_seq_lens + i_b).to(tl.int64)", spec.page_size
+    w.line(f"n_pages = {tokens}" if size == 1 else f"n_pages = ({tokens} + {size - 1}) // {size}")
     w.line(f"i_end = tl.minimum(n_pages, width) - {spec.eos}")
     w.line(f"i_p = tl.program_id(1) * {tile}")
     w.line("if i_p >= i_end:", "return")

@@ -43,6 +43,7 @@ class _Cutter:
         self.stages: list[Stage] = []
         self.buffers: dict[str, Buffer] = {}
         self.leaves: dict[int, Node] = {}
+        self.last_values: dict[int, Node] = {}
 
     def cut(self, node: Node) -> None:
         """Ends a kernel at a segment op: its input goes into a buffer, its output comes from one."""
@@ -75,7 +76,7 @@ class _Cutter:
         if joined:  # the buffer that this kernel writes is no input of it
             written = {o.name for o in last.outputs}
             self.leaves = {key: leaf for key, leaf in self.leaves.items() if leaf.name not in written}
-        done: dict[int, Node] = {}
+        done = self.last_values if joined else {}
         outputs = tuple(Output(self._substituted(node, done), name, "field") for name, node in stores.items())
         if joined:
             self.stages[-1] = replace(last, outputs=(*last.outputs, *outputs))
@@ -87,7 +88,8 @@ class _Cutter:
         known = self.leaves.get(id(node))
         if known is not None:
             return known.name
-        value = self._substituted(node, {})
+        self.last_values = {}
+        value = self._substituted(node, self.last_values)
         self.buffers[buffer] = Buffer(buffer, node.shape)
         self.stages.append(TileStage(stage, (Output(value, buffer, "buffer"),)))
         self.leaves[id(node)] = _buffer_leaf(buffer, node.shape, FORMAT.RAGGED)

@@ -50,7 +50,7 @@ def before_softmax(
     i_r = tl.program_id(0).to(tl.int64)
     i_b = i_r // 2
     i_h = i_r % 2
-    n_pages = (tl.load(p_seq_lens + i_b).to(tl.int64) + 0) // 1
+    n_pages = tl.load(p_seq_lens + i_b).to(tl.int64)
     i_end = tl.minimum(n_pages, width) - 1
     i_p = tl.program_id(1) * 64
     if i_p >= i_end:
@@ -95,7 +95,7 @@ def score(
     i_r = tl.program_id(0).to(tl.int64)
     i_b = i_r // 2
     i_h = i_r % 2
-    n_pages = (tl.load(p_seq_lens + i_b).to(tl.int64) + 0) // 1
+    n_pages = tl.load(p_seq_lens + i_b).to(tl.int64)
     i_end = tl.minimum(n_pages, width) - 1
     i_p = tl.program_id(1) * 128
     if i_p >= i_end:
@@ -116,8 +116,6 @@ def score(
     b_hh_score = tl.load(f_hh_score + o_hh_score, mask=m_hh_score, other=0.0)
     b_hh_score_f32 = b_hh_score.to(tl.float32)
     b_add = b_mean + 0.984375 * b_hh_score_f32
-    b_mean_2 = tl.sum(b_softmax_in, axis=2, keep_dims=True) / 4.0
-    b_add_2 = b_mean_2 + 0.984375 * b_hh_score_f32
     tl.debug_barrier()  # another warp may still read what this one stores
     # scores [128, 1, 1]
     o_scores = i_r * s_scores_r + o_p[:, None, None]
@@ -126,4 +124,4 @@ def score(
     # hh_score [128, 1, 1]
     o_hh_score_2 = ((i_page * 2 + i_h) * 1)[:, None, None]
     m_hh_score_2 = m_p[:, None, None]
-    tl.store(f_hh_score + o_hh_score_2, b_add_2.to(f_hh_score.dtype.element_ty), mask=m_hh_score_2)
+    tl.store(f_hh_score + o_hh_score_2, b_add.to(f_hh_score.dtype.element_ty), mask=m_hh_score_2)
