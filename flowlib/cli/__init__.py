@@ -61,11 +61,15 @@ def profile(
     bandwidth: Annotated[
         float | None, typer.Option(min=0.001, help="Read bandwidth in TB/s: prints the floor time of each stage.")
     ] = None,
+    prefix_cache: Annotated[
+        bool, typer.Option("--prefix-cache", help="Requests share pages: refused for a flow with state.")
+    ] = False,
 ) -> None:
     """Print a flow's plan for a spec: fields, graph, stages, bytes, buffers. Needs no GPU and no Triton."""
     from flowlib.runtime.describe import describe
 
-    typer.echo(describe(plan_of(flow_of(flow, flow_file, option), spec), bandwidth))
+    plan = plan_of(flow_of(flow, flow_file, option), spec, prefix_cache)
+    typer.echo(describe(plan, bandwidth))
 
 
 @app.command("kernels")

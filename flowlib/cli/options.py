@@ -87,11 +87,11 @@ def flow_of(name: str, flow_file: str | None, option: list[str] | None) -> vFlow
     return build(name, module_path=flow_file, **parse_options(option))
 
 
-def plan_of(flow: vFlow, spec: Mapping[str, Any]) -> Plan:
+def plan_of(flow: vFlow, spec: Mapping[str, Any], prefix_cache: bool = False) -> Plan:
     """The flow's plan for the numbers given, its own page size and the spec's defaults."""
     from flowlib import profile
 
-    return profile(flow, Spec(**{"page_size": flow.default_page_size, **spec}))
+    return profile(flow, Spec(**{"page_size": flow.default_page_size, **spec}), prefix_cache=prefix_cache)
 
 
 def parse_options(option: list[str] | None) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flowlib.core.errors import FlowDefinitionError, OptionError, SourceLine, located
 from flowlib.core.spec import Spec
 from flowlib.core.trace import GIVEN, Traced, method_line
@@ -54,3 +56,13 @@ def check_state(traced: Traced, spec: Spec) -> None:
             f"({', '.join(state)}): every step must score its row"
         )
         raise located(error, _line_of(traced, state[0]))
+
+
+def refuse_shared_state(flow: str, state_fields: Sequence[str]) -> None:
+    """Raises OptionError if a flow with state would share pages between requests (a prefix cache)."""
+    if state_fields:
+        fields = ", ".join(repr(f) for f in state_fields)
+        raise OptionError(
+            f"flow {flow!r} keeps state per request in {fields}, and the radix cache shares pages between requests: "
+            "add --disable-radix-cache"
+        )

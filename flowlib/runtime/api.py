@@ -9,6 +9,7 @@ import torch
 
 import flowlib.algorithms  # noqa: F401  (registers the built-in flows)
 from flowlib.compiler.pipeline import compile_flow
+from flowlib.compiler.verify import refuse_shared_state
 from flowlib.core import registry
 from flowlib.core.errors import FormatError, OptionError
 from flowlib.core.flow import vFlow
@@ -40,8 +41,13 @@ def build(name: str, module_path: str | Path | None = None, **options: object) -
     return registry.construct(name, options)
 
 
-def profile(flow: vFlow, spec: Spec) -> Plan:
+def profile(flow: vFlow, spec: Spec, prefix_cache: bool = False) -> Plan:
     """Profiles a flow for a spec: no data, no device, no Triton.
+
+    Args:
+        flow: an instance; a copy of it is profiled.
+        spec: the numbers.
+        prefix_cache: whether requests will share pages, which a flow with state refuses.
 
     Raises:
         FlowDefinitionError, ShapeError, FormatError, OptionError: with the line of the flow's file.
@@ -51,7 +57,10 @@ def profile(flow: vFlow, spec: Spec) -> Plan:
         raise FormatError(f"profile: 'flow' is {got}; pass an instance: flowlib.build(name) or FlowClass()")
     if not isinstance(spec, Spec):
         raise FormatError(f"profile: 'spec' is {type(spec).__name__}, expected flowlib.Spec(...)")
-    return Plan(compile_flow(flow, spec), spec)
+    plan = Plan(compile_flow(flow, spec), spec)
+    if prefix_cache:
+        refuse_shared_state(flow.flow_name or type(flow).__name__, plan.state_fields)
+    return plan
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from flowlib.compiler.verify import refuse_shared_state
 from flowlib.core.errors import BackendError, OptionError
 
 
@@ -111,12 +112,8 @@ def refuse_layers(layers: Iterable[Any], head_dim: int, v_head_dim: int) -> None
 
 def refuse_state(name: str, state_fields: tuple[str, ...], disable_radix_cache: bool) -> None:
     """Raises an OptionError when a flow with state would share pages between requests."""
-    if state_fields and not disable_radix_cache:
-        fields = ", ".join(repr(f) for f in state_fields)
-        raise OptionError(
-            f"flow {name!r} keeps state per request in {fields}, and the radix cache shares pages between requests: "
-            "add --disable-radix-cache"
-        )
+    if not disable_radix_cache:
+        refuse_shared_state(name, state_fields)
 
 
 def refuse_chunks(chunked_prefill_size: int | None, page_size: int) -> None:

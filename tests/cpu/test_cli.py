@@ -109,6 +109,14 @@ def test_profile_prints_the_floor_of_each_stage():
     assert "floor us" not in call("profile", "quest", *numbers).stdout
 
 
+def test_profile_refuses_state_beside_a_prefix_cache():
+    assert "hh_score" in call("profile", "h2o_token").stdout
+    refused = call("profile", "h2o_token", "--prefix-cache", status=2)
+    assert "keeps state per request in 'hh_score'" in refused.stderr
+    assert "add --disable-radix-cache" in refused.stderr
+    assert "centroid" in call("profile", "block_sparse", "--prefix-cache").stdout
+
+
 def test_profile_takes_the_page_size_of_the_flow():
     assert "page_size 1," in call("profile", "h2o_token").stdout
     assert "page_size 64," in call("profile", "lserve_sparse_attention").stdout
