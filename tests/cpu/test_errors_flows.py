@@ -364,21 +364,6 @@ def test_fields_per_request_name_their_method():
         profiled(ForRequests())
 
 
-def test_asking_for_sizes_leaves_a_flow_as_it_was():
-    class Remembers(Centroid):
-        scale = None
-
-        def create_cache(self, page_size, head_dim):
-            self.scale = self.scale or head_dim
-            return {"centroid": (1, self.scale)}
-
-    flow = Remembers()
-    for ask in (lambda: flow.get_cache_meta_info(16, 32), lambda: flow.run_indexer_virtual(3, 16, 32)):
-        ask()
-        assert flow.scale is None
-    assert profiled(flow).fields["centroid"].shape == (1, 64)
-
-
 def test_a_page_size_the_flow_does_not_fit():
     class SubBlocks(Centroid):
         def check_spec(self, spec):

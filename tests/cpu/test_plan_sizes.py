@@ -5,6 +5,7 @@ import re
 import pytest
 
 import flowlib
+from flowlib.ops import CMean, GeMV, topK
 
 SPEC = flowlib.Spec(page_size=16, head_dim=64, group_size=3, num_kv_heads=2, top_k=4, max_pages=40, max_batch=5)
 
@@ -44,3 +45,28 @@ def test_what_attends_alone_needs_no_buffers_of_scoring(name):
     assert set(everything.workspace) - set(lists.workspace) == set(plan.program.buffers)
     for name in ("o", "lse", "pages", "lengths"):
         assert getattr(lists, name).shape == getattr(everything, name).shape
+
+
+class Remembers(flowlib.vFlow):
+    """Keeps the first head_dim it is asked for."""
+
+    scale = None
+
+    def create_cache(self, page_size, head_dim):
+        self.scale = self.scale or head_dim
+        return {"centroid": (1, self.scale)}
+
+    def forward_cache(self, cache, loc, ctx):
+        CMean(dim=1)(cache["k"], cache["centroid"], loc=loc, ctx=ctx)
+
+    def forward_indexer(self, q, o, cache, ctx):
+        topK()(GeMV()(q.mean(dim=1, keepdim=True), cache["centroid"], ctx=ctx), o, ctx=ctx)
+
+
+def test_asking_for_sizes_leaves_a_flow_as_it_was():
+    flow = Remembers()
+    assert flow.get_cache_meta_info(16, 32) == {"k": (16, 32), "v": (16, 32), "centroid": (1, 32)}
+    assert flow.scale is None
+    assert flow.run_indexer_virtual(3, 16, 32) == 32 * 2
+    assert flow.scale is None
+    assert flowlib.profile(flow, SPEC).fields["centroid"].shape == (1, 64)
