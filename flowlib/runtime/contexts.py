@@ -110,12 +110,12 @@ class RunContext(ContextBase):
     ) -> vTensor | None:
         for label, x in zip(op.names, inputs, strict=True):
             if x.data is None:
-                raise FormatError(f"{type(op).__name__}: '{label}' has no data; make it with as_vtensor")
+                raise FormatError(f"{op.label}: '{label}' has no data; make it with as_vtensor")
         if isinstance(op, SelectOp) and isinstance(target, SelectionHandle):
             self._select(op, inputs, target)
             return None
         if result is None:
-            raise FormatError(f"{type(op).__name__}: can't be called alone")
+            raise FormatError(f"{op.label}: can't be called alone")
         if isinstance(op, SegmentOp):
             return self._wrap(result, self._segment(op, inputs))
         node = self._one_op(op, inputs, result)
@@ -194,14 +194,14 @@ class RunContext(ContextBase):
 
     def _written(self, op: Op, node: Node, inputs: tuple[vTensor, ...], target: object, loc: object) -> vTensor:
         if not isinstance(loc, torch.Tensor):
-            raise FormatError(f"{type(op).__name__}: loc is {type(loc).__name__}, expected int64 token slots [T]")
+            raise FormatError(f"{op.label}: loc is {type(loc).__name__}, expected int64 token slots [T]")
         limit = self.store.num_pages * self.spec.page_size
-        check_integers(f"{type(op).__name__}: loc", loc, "T", limit, self.store.device, lowest=-1)
+        check_integers(f"{op.label}: loc", loc, "T", limit, self.store.device, lowest=-1)
         if target is None:
             shape = (self.store.num_pages * self.spec.num_kv_heads, *node.shape)
             target = self._wrap((FORMAT.PAGED, node.shape), torch.full(shape, float("nan"), device=self.store.device))
         if not isinstance(target, vTensor) or target.shape != node.shape:
-            raise ShapeError(f"{type(op).__name__}: 'out' is {target!r}, expected inner sizes {list(node.shape)}")
+            raise ShapeError(f"{op.label}: 'out' is {target!r}, expected inner sizes {list(node.shape)}")
         if self.mode is Mode.REFERENCE:
             self._written_reference(node, inputs, _data(target), loc)
         else:

@@ -162,7 +162,7 @@ def attend_everything(plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch)
 
     whole = plan.spec.replace(max_pages=max(batch.width, 1), dense_below=2**31 - 1)
     dense = Plan(plan.program, whole)
-    out = dense.allocate(batch.size, batch.width, store.device)
+    out = dense.allocate(batch.size, batch.width, store.device, scores=False)
     if batch.size:
         lists = {"num_kv_heads": whole.num_kv_heads, "lanes": dense.lanes, "page_size": whole.page_size}
         load_function(SELECT)(
