@@ -50,11 +50,13 @@ layers: $(STAMP)  ## Imports point one way (import-linter)
 format: $(STAMP)  ## Sort imports and apply ruff's safe fixes
 	$(BIN)/ruff check --fix .
 
-env: $(STAMP)  ## Build the environment in .venv (2.7 GB; again when the requirements change)
+env: $(STAMP)  ## Build the environment in .venv (again when the requirements change)
 
 $(STAMP): $(REQUIREMENTS)
+	@$(PYTHON) -c "import sys; sys.exit(sys.platform != 'linux' or sys.version_info < (3, 10))" \
+		|| { echo "The environment needs Linux and Python 3.10 or later (PYTHON=python3.11 make ...)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@echo "Installing torch, Triton and SGLang in $(VENV): 2.7 GB, one to three minutes"
+	@echo "Installing torch, Triton and SGLang in $(VENV): 2.7 GB with a CPU build of torch, more with a CUDA build"
 	$(PIP) -r requirements/torch.txt
 	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) "$(TRITON)"
 	$(PIP) -r requirements/cpu.txt

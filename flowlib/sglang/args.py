@@ -8,6 +8,7 @@ import dataclasses
 import logging
 from typing import Any
 
+import torch
 from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.server_args import ServerArgs
 
@@ -104,6 +105,7 @@ def check_resolved(args: Any, page_size: int) -> None:
     refusals.refuse_chunks(args.chunked_prefill_size, args.page_size)
     config = FlowConfig.parse(args.flow_config)
     setup = FlowSetup(args.flow, config, facts_from_args(args))
+    refusals.refuse_prefill(args.get_attention_backends()[0], setup.facts.kv_dtype is torch.float8_e4m3fn)
     refusals.refuse_state(args.flow, setup.plan.state_fields, args.disable_radix_cache)
     _refuse_trace(args, config)
     _refuse_graphs(args, setup)

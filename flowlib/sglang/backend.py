@@ -64,6 +64,8 @@ class FlowBackend(AttentionBackend):
                 f"{type(runner.model).__name__} has no RadixAttention layer, so nothing could be checked"
             )
         refusals.refuse_layers(layers, facts.head_dim, facts.v_head_dim)
+        prefill = runner.server_args.get_attention_backends()[0]
+        refusals.refuse_prefill(prefill, facts.kv_dtype is torch.float8_e4m3fn)
         self.trace: Trace | None = open_trace(self.setup)
         self.steps = KernelSteps(self.req_to_token_pool.req_to_token, facts.max_pages, facts.page_size)
         logger.info("flowlib: %s; %d attention layers checked", self.setup.describe(), len(layers))
@@ -122,10 +124,6 @@ class FlowBackend(AttentionBackend):
     def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Refused: prefill belongs to another backend."""
         raise BackendError(f"prefill reached the attention backend {PLUGIN_NAME!r}, which only decodes")
-
-    def support_triton(self) -> bool:
-        """Whether SGLang may plan prefill with its own Triton kernels; the prefill backend's own answer counts."""
-        return self.setup.facts.device == "cuda"
 
     def _store(self, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool, others: dict[str, Any]) -> None:
         from sglang.srt.mem_cache.memory_pool import KVWriteLoc

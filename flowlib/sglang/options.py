@@ -93,7 +93,13 @@ class FlowConfig:
         said = {name: value for name, value in said.items() if value != getattr(default, name)}
         if self.trace is not None:
             said["trace"] = dataclasses.asdict(self.trace)
-        return json.dumps({name: dict(v) if isinstance(v, Mapping) else v for name, v in said.items()})
+        try:
+            return json.dumps({name: dict(v) if isinstance(v, Mapping) else v for name, v in said.items()})
+        except (TypeError, ValueError) as error:
+            raise OptionError(
+                f"--flow-config: options {self.options} can't be handed to SGLang's processes: {error}; "
+                "give numbers, texts, lists and dicts"
+            ) from error
 
     def budget_numbers(self) -> dict[str, Any]:
         """The part of this that a :class:`Spec` takes."""

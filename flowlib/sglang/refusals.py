@@ -43,11 +43,20 @@ FLAGS = (
     Refusal(lambda a: a.enable_two_batch_overlap, "--enable-two-batch-overlap", "a step's plan serves one batch"),
     Refusal(lambda a: a.enable_pdmux, "--enable-pdmux", "a step's plan serves one stream"),
     Refusal(
+        lambda a: a.quantization_param_path,
+        "--quantization-param-path",
+        "it sets KV scales that neither the prefill backends nor the flow would use",
+    ),
+    Refusal(lambda a: a.enable_torch_compile, "--enable-torch-compile", "a flow's step is not traced by torch.compile"),
+    Refusal(
         lambda a: a.kv_cache_dtype in ("nvfp4", "fp4_mx_block16", "mxfp8", "fp8_e5m2", "fp4_e2m1"),
         "--kv-cache-dtype",
         "the flow reads bfloat16, float16, float32 and fp8_e4m3 pools",
     ),
 )
+
+WRITES_FP8_ITSELF = ("trtllm_mha", "aiter")
+"""Prefill backends that write K and V into a float8 pool past its methods."""
 
 VARIABLES = (
     Refusal(lambda e: _is_on(e, "SGLANG_USE_HND_KVCACHE"), "SGLANG_USE_HND_KVCACHE", "the flow reads the layout NHD"),
@@ -85,6 +94,15 @@ def refuse_flags(args: Any) -> None:
     for refusal in VARIABLES:
         if refusal.wrong(os.environ):
             raise OptionError(f"{refusal.what}=1 can't be used together with --flow: {refusal.why}. Unset it")
+
+
+def refuse_prefill(backend: str | None, float8: bool) -> None:
+    """Raises an OptionError for a prefill backend that would write a float8 pool without updating the fields."""
+    if float8 and backend in WRITES_FP8_ITSELF:
+        raise OptionError(
+            f"--prefill-attention-backend {backend} can't be used with an fp8 KV cache together with --flow: "
+            f"{MISSES_WRITES}. Choose flashinfer, fa3 or triton"
+        )
 
 
 def refuse_model(config: Any) -> None:

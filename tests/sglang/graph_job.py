@@ -36,7 +36,8 @@ def backend(impl):
     pages = torch.tensor([[5, 2, 7, 1, 0, 0], [6, 3, 4, 0, 0, 0], [0] * 6, [2, 4, 6, 1, 3, 0]])
     table = (pages[:, :, None] * PAGE + torch.arange(PAGE)).reshape(len(pages), CONTEXT).to(torch.int32)
     runner = SimpleNamespace(
-        token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table), model=model, server_args=None
+        token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table), model=model,
+        server_args=SimpleNamespace(get_attention_backends=lambda: ("torch_native", "flowlib")),
     )
     return FlowBackend(runner), model
 

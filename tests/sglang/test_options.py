@@ -71,3 +71,8 @@ def test_the_implementation_is_chosen_by_the_device_and_never_changed_silently(m
         choose_impl("triton", "cpu")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_impl("triton", "cpu") == "triton"
+
+
+def test_options_that_are_no_json():
+    with pytest.raises(OptionError, match=r"options .* can't be handed to SGLang's processes.*give numbers, texts"):
+        FlowConfig(options={"state_dtype": object()}).to_json()

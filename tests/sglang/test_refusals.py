@@ -24,6 +24,8 @@ FINE_ARGS = {
     "attn_cp_size": 1,
     "enable_two_batch_overlap": False,
     "enable_pdmux": False,
+    "quantization_param_path": None,
+    "enable_torch_compile": False,
     "kv_cache_dtype": "auto",
 }
 FLAGS = [
@@ -43,6 +45,8 @@ FLAGS = [
     ("attn_cp_size", 2, "--attn-cp-size"),
     ("enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
     ("enable_pdmux", True, "--enable-pdmux"),
+    ("quantization_param_path", "scales.json", "--quantization-param-path"),
+    ("enable_torch_compile", True, "--enable-torch-compile"),
     ("kv_cache_dtype", "nvfp4", "--kv-cache-dtype"),
     ("kv_cache_dtype", "mxfp8", "--kv-cache-dtype"),
     ("kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype"),
@@ -137,3 +141,11 @@ def test_chunks_end_where_pages_end():
         refusals.refuse_chunks(2048, 48)
     for size in (-1, None, 96):
         refusals.refuse_chunks(size, 48)
+
+
+@pytest.mark.parametrize("backend", ["trtllm_mha", "aiter"])
+def test_a_prefill_backend_that_writes_a_float8_pool_itself(backend):
+    with pytest.raises(OptionError, match=f"--prefill-attention-backend {backend} can't be used with an fp8 KV cache"):
+        refusals.refuse_prefill(backend, float8=True)
+    refusals.refuse_prefill(backend, float8=False)
+    refusals.refuse_prefill("flashinfer", float8=True)

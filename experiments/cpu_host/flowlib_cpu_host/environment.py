@@ -32,6 +32,7 @@ def cpu_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     Returns:
         A copy of `base` with these set: `SGLANG_PLATFORM` selects this host; `PYTHONPATH` starts with the torchvision
         stand-in (by path, since SGLang's own child processes import torchvision before they load any plugin);
+        `CUDA_VISIBLE_DEVICES` and `HIP_VISIBLE_DEVICES` hide GPUs, whose kernels SGLang would choose;
         `TRITON_INTERPRET=1` lets SGLang's page allocator run its Triton kernels on CPU tensors;
         `HF_HUB_OFFLINE` and `TRANSFORMERS_OFFLINE` keep the tokenizer from asking a model hub.
 
@@ -42,6 +43,7 @@ def cpu_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join([str(stub_path()), *others])
     env["SGLANG_PLATFORM"] = PLATFORM_NAME
     env["TRITON_INTERPRET"] = "1"
+    env["CUDA_VISIBLE_DEVICES"] = env["HIP_VISIBLE_DEVICES"] = ""
     env["HF_HUB_OFFLINE"] = "1"
     env["TRANSFORMERS_OFFLINE"] = "1"
     env["TOKENIZERS_PARALLELISM"] = "false"
