@@ -23,13 +23,13 @@ class _AccumulatedAttention(vFlow):
     Args:
         scale: factor of q·k; ``None`` means the attention's own scale (head_dim ** -0.5 unless given).
         decay: factor of the earlier sum.
-        state_dtype: dtype of the field ``hh_score``; ``None`` means the pool's.
+        state_dtype: dtype of the field ``hh_score``, or its name (``"float32"``); ``None`` means the pool's.
     """
 
     default_page_size = 1
 
     def __init__(
-        self, scale: float | None = None, decay: float = 0.984375, state_dtype: torch.dtype | None = None
+        self, scale: float | None = None, decay: float = 0.984375, state_dtype: torch.dtype | str | None = None
     ) -> None:
         self.state_dtype = state_dtype
         self.cfill, self.gemm, self.softmax = CFill(0.0), GeMM(), Softmax(dim=0, scale=scale)
@@ -66,7 +66,7 @@ class GQAH2OTokenSparseAttention(_AccumulatedAttention):
     """A softmax per query head, folded with the mean, so that a step adds exactly 1."""
 
     def __init__(
-        self, scale: float | None = None, decay: float = 0.984375, state_dtype: torch.dtype | None = None
+        self, scale: float | None = None, decay: float = 0.984375, state_dtype: torch.dtype | str | None = None
     ) -> None:
         super().__init__(scale, decay, state_dtype)
         self.mean = Mean(dim=2)

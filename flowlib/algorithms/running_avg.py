@@ -20,10 +20,10 @@ class RunningAvgBlockSparseAttention(vFlow):
 
     Args:
         decay: factor of the earlier sum.
-        state_dtype: dtype of the state field; ``None`` means the pool's.
+        state_dtype: dtype of the state field, or its name (``"float32"``); ``None`` means the pool's.
     """
 
-    def __init__(self, decay: float = 0.5, state_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, decay: float = 0.5, state_dtype: torch.dtype | str | None = None) -> None:
         self.state_dtype = state_dtype
         self.cmean, self.cfill, self.gemv = CMean(dim=1), CFill(0.0), GeMV()
         self.load, self.save, self.add, self.topk = Load(), Save(), Add(alpha=1.0, beta=decay), topK()

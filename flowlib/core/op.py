@@ -322,7 +322,9 @@ TRITON_DTYPES = {
 
 
 def check_field_dtype(name: str, dtype: object) -> torch.dtype:
-    """`dtype` if a field can have it. Raises FormatError."""
+    """`dtype`, or the dtype of that name, if a field can have it. Raises FormatError."""
+    if isinstance(dtype, str):
+        dtype = next((t for t in TRITON_DTYPES if str(t) == f"torch.{dtype}"), dtype)
     if not isinstance(dtype, torch.dtype) or dtype not in TRITON_DTYPES:
         known = ", ".join(str(t).removeprefix("torch.") for t in TRITON_DTYPES)
         raise FormatError(f"create_cache: dtype of field {name!r} is {dtype!r}, expected one of {known}")

@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit statuses, and that a mistake is one line."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -115,6 +116,13 @@ def test_profile_refuses_state_beside_a_prefix_cache():
     assert "keeps state per request in 'hh_score'" in refused.stderr
     assert "add --disable-radix-cache" in refused.stderr
     assert "centroid" in call("profile", "block_sparse", "--prefix-cache").stdout
+
+
+def test_a_dtype_is_given_by_its_name():
+    text = call("profile", "h2o_token", "--option", "state_dtype=float32").stdout
+    assert re.search(r"hh_score +state +\[1, 1\] +float32", text)
+    said = refused("profile", "h2o_token", "--option", "state_dtype=float31")
+    assert "dtype of field 'hh_score' is 'float31', expected one of float32, bfloat16" in said
 
 
 def test_profile_takes_the_page_size_of_the_flow():
