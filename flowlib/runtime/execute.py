@@ -148,12 +148,22 @@ class Executor:
         spec = self.plan.spec
         self.attend(
             q, store.k, store.v, batch.page_table, batch.seq_lens, out.pages, out.lengths, out.o, out.lse,
-            out.workspace.get("partial_o"), out.workspace.get("partial_lse"), num_kv_heads=spec.num_kv_heads,
+            *_partials(out), num_kv_heads=spec.num_kv_heads,
             group_size=spec.group_size, lanes=out.pages.shape[1] // spec.num_kv_heads, page_size=spec.page_size,
             scale=spec.softmax_scale, k_scale=spec.k_scale, v_scale=spec.v_scale,
             alibi_slopes=out.workspace.get("alibi_slopes"), num_splits=out.num_splits,
             physical=out.workspace["physical"], pdl=has_pdl(store.device),
         )  # fmt: skip
+
+
+def _partials(out: StepOutput) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Scratch of the splits: ``[rows, H_q, splits, Dv]`` and ``[rows, H_q, splits]``; none with one split."""
+    if out.num_splits == 1:
+        return None, None
+    rows, heads, size = out.o.shape
+    count = rows * heads * out.num_splits
+    o = out.workspace["partial_o"][: count * size].view(rows, heads, out.num_splits, size)
+    return o, out.workspace["partial_lse"][:count].view(rows, heads, out.num_splits)
 
 
 def attend_everything(plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -193,11 +193,8 @@ class Plan:
 
         Without `scores` the buffers of scoring are left out: enough to attend given page lists.
         """
-        from flowlib.kernels.attend import num_splits
-
         spec, heads = self.spec, self.spec.num_kv_heads
         lists = heads * self.lanes
-        splits = num_splits(self.max_selected, spec.page_size, rows * lists)
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -208,22 +205,46 @@ class Plan:
             if scores
         }
         work["physical"] = empty(rows, lists, self.max_selected, dtype=torch.int32)
-        if splits > 1:
-            work["partial_o"] = empty(rows, spec.num_heads, splits, spec.dv)
-            work["partial_lse"] = empty(rows, spec.num_heads, splits)
+        splits = [self._splits(n) for n in range(1, rows + 1)]
+        partials = max((n * s for n, s in enumerate(splits, start=1) if s > 1), default=0)
+        work["partial_o"] = empty(partials * spec.num_heads * spec.dv)
+        work["partial_lse"] = empty(partials * spec.num_heads)
         if spec.alibi_slopes is not None:
             work["alibi_slopes"] = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)
-        scored = self.program.selection.scores if scores else None
-        return StepOutput(
+        whole = StepOutput(
             spec,
             o=empty(rows, spec.num_heads, spec.dv, dtype=spec.field_dtype),
             lse=empty(rows, spec.num_heads),
             pages=empty(rows, lists, self.max_selected, dtype=torch.int32),
             lengths=empty(rows, lists, dtype=torch.int32),
-            raw_scores=None if scored is None else work[scored].flatten(1, 2),
+            workspace=work,
+        )
+        return self.narrowed(whole, rows)
+
+    def narrowed(self, whole: StepOutput, rows: int) -> StepOutput:
+        """Views of what :meth:`allocate` made, for at most as many `rows`: steps that never overlap can share it."""
+        spec, splits = self.spec, self._splits(rows)
+        work = dict(whole.workspace)
+        for name, buffer in self.program.buffers.items():
+            if name in work:
+                work[name] = work[name][: rows * (spec.num_kv_heads if buffer.paged else 1)]
+        work["physical"] = work["physical"][:rows]
+        scored = self.program.selection.scores
+        return StepOutput(
+            spec,
+            whole.o[:rows],
+            whole.lse[:rows],
+            whole.pages[:rows],
+            whole.lengths[:rows],
+            raw_scores=work[scored].flatten(1, 2) if scored in work else None,
             workspace=work,
             num_splits=splits,
         )
+
+    def _splits(self, rows: int) -> int:
+        from flowlib.kernels.attend import num_splits
+
+        return num_splits(self.max_selected, self.spec.page_size, rows * self.spec.num_kv_heads * self.lanes)
 
     def launch(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
         """The step as Triton kernels into `out`, unchecked: allocates nothing, never waits, capturable."""

@@ -3,6 +3,7 @@
 A page is ``page_size`` slots in a row, so a request's page table is every ``page_size``-th of its slots, divided by it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,17 +20,23 @@ class Step:
         batch: lengths and page table of the requests.
         width: columns of the page table.
         outputs: the buffers that :meth:`output` made, by plan; one set serves all layers of the plan.
+        whole: gives the buffers of the largest graph, which smaller ones take views of; ``None`` for own ones.
     """
 
     batch: Any
     width: int
     outputs: dict[int, Any] = field(default_factory=dict)
+    whole: Callable[[Any], Any] | None = None
 
     def output(self, plan: Any) -> Any:
         """Buffers for ``plan.launch``; made once per plan, so that every layer and every replay uses the same."""
         if id(plan) not in self.outputs:
             table = self.batch.page_table
-            self.outputs[id(plan)] = plan.allocate(table.shape[0], self.width, table.device)
+            rows = table.shape[0]
+            if self.whole is None:
+                self.outputs[id(plan)] = plan.allocate(rows, self.width, table.device)
+            else:
+                self.outputs[id(plan)] = plan.narrowed(self.whole(plan), rows)
         return self.outputs[id(plan)]
 
 
@@ -61,6 +68,7 @@ class KernelSteps:
         self.max_pages = max_pages
         self.page_size = page_size
         self._graph_steps: dict[int, Step] = {}
+        self._whole: dict[int, Any] = {}
 
     def allocate(self, max_batch: int) -> None:
         """Makes the static buffers of the CUDA graphs, for at most `max_batch` requests."""
@@ -72,8 +80,14 @@ class KernelSteps:
         """The step that the graph of this batch size captures; the same one at every call."""
         if batch_size not in self._graph_steps:
             batch = flowlib.Batch(self._table[:batch_size], self._lengths[:batch_size])
-            self._graph_steps[batch_size] = Step(batch, self.max_pages)
+            self._graph_steps[batch_size] = Step(batch, self.max_pages, whole=self._largest)
         return self._graph_steps[batch_size]
+
+    def _largest(self, plan: Any) -> Any:
+        """The plan's buffers for the largest graph; graphs never run at the same time, so all share them."""
+        if id(plan) not in self._whole:
+            self._whole[id(plan)] = plan.allocate(len(self._lengths), self.max_pages, self._table.device)
+        return self._whole[id(plan)]
 
     def eager_step(self, forward_batch: Any) -> Step:
         """A step outside any graph, with buffers of its own; as narrow as the host's copy of the lengths allows."""

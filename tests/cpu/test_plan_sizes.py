@@ -3,9 +3,11 @@
 import re
 
 import pytest
+import torch
 
 import flowlib
 from flowlib.ops import CMean, GeMV, topK
+from flowlib.testing import scene
 
 SPEC = flowlib.Spec(page_size=16, head_dim=64, group_size=3, num_kv_heads=2, top_k=4, max_pages=40, max_batch=5)
 
@@ -70,3 +72,23 @@ def test_asking_for_sizes_leaves_a_flow_as_it_was():
     assert flow.run_indexer_virtual(3, 16, 32) == 32 * 2
     assert flow.scale is None
     assert flowlib.profile(flow, SPEC).fields["centroid"].shape == (1, 64)
+
+
+@pytest.mark.parametrize("name", ["gqa_block_sparse_attention", "centered_block_sparse_attention", "quest"])
+def test_steps_of_fewer_rows_share_one_allocation(name):
+    """CUDA graphs of several batch sizes take views of the buffers of the largest."""
+    sizes = {"page_size": 4, "head_dim": 16, "group_size": 2, "num_kv_heads": 1, "max_pages": 40, "top_k": 34}
+    plan = flowlib.profile(flowlib.build(name), flowlib.Spec(**sizes, kv_dtype=torch.float32))
+    whole = plan.allocate(5, 40, "cpu")
+    splits = set()
+    for rows in (5, 3, 1):
+        made = scene(plan, [150, 90, 33, 7, 1][:rows], seed=rows)
+        out = plan.narrowed(whole, rows)
+        splits.add(out.num_splits)
+        assert out.o.data_ptr() == whole.o.data_ptr()
+        plan.launch(made.q, made.pool_by("triton"), made.batch, out)
+        fresh = plan.step(made.q, made.pool_by("triton"), made.batch, impl="triton")
+        assert torch.equal(out.pages[:, :, :36], fresh.pages[:, :, :36])
+        assert torch.equal(out.o, fresh.o)
+        assert torch.equal(out.lse, fresh.lse)
+    assert max(splits) > 1
