@@ -207,8 +207,9 @@ class Plan:
         work["physical"] = empty(rows, lists, self.max_selected, dtype=torch.int32)
         splits = [self._splits(n) for n in range(1, rows + 1)]
         partials = max((n * s for n, s in enumerate(splits, start=1) if s > 1), default=0)
-        work["partial_o"] = empty(partials * spec.num_heads * spec.dv)
-        work["partial_lse"] = empty(partials * spec.num_heads)
+        if partials:
+            work["partial_o"] = empty(partials * spec.num_heads * spec.dv)
+            work["partial_lse"] = empty(partials * spec.num_heads)
         if spec.alibi_slopes is not None:
             work["alibi_slopes"] = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)
         whole = StepOutput(
