@@ -1,4 +1,4 @@
-"""Split-KV softmax attention over logical page lists: one program a (list, head tile, split), then a merge of splits.
+"""Split-KV softmax attention over logical page lists: one program a (list, head tile, split); the last one merges.
 
 The tokens of a list are one run of ``length * page_size`` positions, cut into tiles of BT tokens whatever the page
 size. A head dimension is cut into two powers of two (576 = 512 + 64); heads go in tiles of 16.
@@ -17,7 +17,6 @@ _HEAD_TILE = 16
 # bytes a value -> (tokens a tile, warps, pipeline stages); those of 1 and 2 bytes from a sweep on an H200
 _TILE = {1: (128, 4, 4), 2: (64, 4, 2), 4: (32, 8, 2)}
 _TILE_BYTES = 96 * 1024
-_MERGE_BLOCK = 128
 
 _PROGRAMS = 512
 _MIN_SPLIT_TOKENS = 64
@@ -26,13 +25,41 @@ _LOW_PRECISION = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16}
 
 
 @triton.jit
+def _merged(
+    p_partial, p_lse, o_v0, o_v1, m_g, m_0, m_1, b_o0, b_o1, n_splits,
+    DV: tl.constexpr, DV1: tl.constexpr,
+):  # fmt: skip
+    """(lse, o0, o1) of all splits of a list, in the order of the splits whichever came last."""
+    b_top = tl.full(m_g.shape, float("-inf"), tl.float32)
+    for i_s in tl.range(0, n_splits):
+        b_top = tl.maximum(b_top, tl.load(p_lse + i_s, mask=m_g, other=float("-inf")))
+    b_safe = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_total = tl.zeros(m_g.shape, tl.float32)
+    b_o0 = tl.zeros_like(b_o0)
+    b_o1 = tl.zeros_like(b_o1)
+    for i_s in tl.range(0, n_splits, loop_unroll_factor=4 if DV <= 128 else 1):
+        # [BH]
+        b_w = tl.exp(tl.load(p_lse + i_s, mask=m_g, other=float("-inf")) - b_safe)
+        b_total += b_w
+        # [BH, DV0]
+        b_o0 += b_w[:, None] * tl.load(p_partial + i_s * DV + o_v0[None, :], mask=m_0, other=0.0)
+        if DV1 > 0:
+            # [BH, DV1]
+            b_o1 += b_w[:, None] * tl.load(p_partial + i_s * DV + o_v1[None, :], mask=m_1, other=0.0)
+    b_norm = 1.0 / tl.where(b_total == 0.0, 1.0, b_total)
+    b_lse = tl.where(b_total == 0.0, float("-inf"), b_top + tl.log(b_total))
+    return b_lse, b_o0 * b_norm[:, None], b_o1 * b_norm[:, None]
+
+
+@triton.jit
 def attend_kernel(
-    p_q, p_k, p_v, p_table, p_seq_lens, p_pages, p_physical, p_lengths, p_slopes, p_o, p_lse, qk_scale, v_scale,
-    s_q_b, s_q_h, s_k_t, s_k_h, s_v_t, s_v_h, s_o_b, s_o_h, s_o_s, s_lse_b, s_lse_h, s_lse_s, s_table, W, M,
+    p_q, p_k, p_v, p_table, p_seq_lens, p_pages, p_physical, p_lengths, p_slopes, p_o, p_lse,
+    p_partial_o, p_partial_lse, p_arrived, qk_scale, v_scale,
+    s_q_b, s_q_h, s_k_t, s_k_h, s_v_t, s_v_h, s_o_b, s_o_h, s_lse_b, s_lse_h, s_table, W, M,
     H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     QK_TYPE: tl.constexpr, PV_TYPE: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
-    PHYSICAL: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, PHYSICAL: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_tiles: tl.constexpr = (HEADS + BH - 1) // BH
     i_list, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
@@ -116,39 +143,34 @@ def attend_kernel(
             b_o1 = tl.dot(b_p, b_v1, b_o1 * b_decay[:, None], input_precision="ieee")
 
     b_norm = v_scale / tl.where(b_sum == 0.0, 1.0, b_sum)
+    b_o0 *= b_norm[:, None]
+    b_o1 *= b_norm[:, None]
     b_lse = tl.where(b_sum == 0.0, float("-inf"), (b_max + tl.log2(b_sum)) * 0.6931471805599453)
-    p_o += i_b * s_o_b + o_hq[:, None] * s_o_h + i_split * s_o_s
-    b_o0 = (b_o0 * b_norm[:, None]).to(p_o.dtype.element_ty)
-    tl.store(p_o + o_v0[None, :], b_o0, mask=m_g[:, None] & (o_v0 < DV)[None, :])
-    if DV1 > 0:
-        b_o1 = (b_o1 * b_norm[:, None]).to(p_o.dtype.element_ty)
-        tl.store(p_o + o_v1[None, :], b_o1, mask=m_g[:, None] & (o_v1 < DV)[None, :])
-    tl.store(p_lse + i_b * s_lse_b + o_hq * s_lse_h + i_split * s_lse_s, b_lse, mask=m_g)
-
-
-@triton.jit
-def merge_kernel(
-    p_partial_o, p_partial_lse, p_o, p_lse, s_o_b, s_o_h, s_lse_b, s_lse_h,
-    HQ: tl.constexpr, DV: tl.constexpr, NS: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    begin(PDL)
-    i_row, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i_b, i_hq = i_row // HQ, i_row % HQ
-    o_s, o_d = tl.arange(0, BS), i_d * BD + tl.arange(0, BD)
-    m_s, m_d = o_s < NS, o_d < DV
-    # [BS]
-    b_lse = tl.load(p_partial_lse + i_row * NS + o_s, mask=m_s, other=float("-inf"))
-    top = tl.max(b_lse, 0)
-    b_w = tl.exp(b_lse - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(b_w, 0)
-    p_partial_o += (i_row * NS + o_s[:, None]) * DV + o_d[None, :]
-    # [BS, BD]
-    b_o = tl.load(p_partial_o, mask=m_s[:, None] & m_d[None, :], other=0.0)
-    b_o = tl.sum(b_o * b_w[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(p_o + i_b * s_o_b + i_hq * s_o_h + o_d, b_o.to(p_o.dtype.element_ty), mask=m_d)
-    if i_d == 0:
-        tl.store(p_lse + i_b * s_lse_b + i_hq * s_lse_h, tl.where(total == 0.0, float("-inf"), top + tl.log(total)))
+    m_0 = m_g[:, None] & (o_v0 < DV)[None, :]
+    m_1 = m_g[:, None] & (o_v1 < DV)[None, :]
+    p_o += i_b * s_o_b + o_hq[:, None] * s_o_h
+    p_lse += i_b * s_lse_b + o_hq * s_lse_h
+    last_one = True
+    if SPLIT:
+        o_row = (i_b * (H * G) + o_hq) * n_splits
+        p_partial = p_partial_o + o_row[:, None] * DV
+        tl.store(p_partial + i_split * DV + o_v0[None, :], b_o0, mask=m_0)
+        if DV1 > 0:
+            tl.store(p_partial + i_split * DV + o_v1[None, :], b_o1, mask=m_1)
+        tl.store(p_partial_lse + o_row + i_split, b_lse, mask=m_g)
+        tl.debug_barrier()  # the other warps' stores come before the count of one
+        p_arrived += i_list * n_tiles + i_tile
+        last_one = tl.atomic_add(p_arrived, 1, sem="acq_rel") == n_splits - 1
+        if last_one:
+            tl.store(p_arrived, 0)
+            b_lse, b_o0, b_o1 = _merged(
+                p_partial, p_partial_lse + o_row, o_v0, o_v1, m_g, m_0, m_1, b_o0, b_o1, n_splits, DV, DV1
+            )
+    if last_one:
+        tl.store(p_o + o_v0[None, :], b_o0.to(p_o.dtype.element_ty), mask=m_0)
+        if DV1 > 0:
+            tl.store(p_o + o_v1[None, :], b_o1.to(p_o.dtype.element_ty), mask=m_1)
+        tl.store(p_lse, b_lse, mask=m_g)
 
 
 def num_splits(max_selected_pages: int, page_size: int, rows: int) -> int:
@@ -165,9 +187,9 @@ def num_splits(max_selected_pages: int, page_size: int, rows: int) -> int:
 
 def launch_attend(
     q: Any, k: Any, v: Any, page_table: Any, seq_lens: Any, pages: Any, lengths: Any, o: Any, lse: Any,
-    partial_o: Any, partial_lse: Any, *, num_kv_heads: int, group_size: int, lanes: int, page_size: int,
-    scale: float, k_scale: float, v_scale: float, alibi_slopes: Any = None, num_splits: int = 1,
-    physical: Any = None, pdl: bool = False,
+    partial_o: Any = None, partial_lse: Any = None, arrived: Any = None, *,
+    num_kv_heads: int, group_size: int, lanes: int, page_size: int, scale: float, k_scale: float, v_scale: float,
+    alibi_slopes: Any = None, num_splits: int = 1, physical: Any = None, pdl: int = 0,
 ) -> None:  # fmt: skip
     """Attend to the tokens of every row's page list.
 
@@ -180,9 +202,11 @@ def launch_attend(
         o: ``[bs, H_q, Dv]``, written; lse fp32 ``[bs, H_q]``, written, natural logarithm. An empty row gives 0, -inf.
         partial_o: fp32 ``[bs, H_q, num_splits, Dv]``, partial_lse fp32 ``[bs, H_q, num_splits]``, contiguous; scratch,
             None with one split.
+        arrived: int32, an element for each list and each 16 query heads of it, zero before and after; None with one
+            split.
         scale: factor of q . k; k_scale, v_scale: what one unit of stored k and v stands for.
         physical: int32 like pages, the physical pages of the lists; None to look them up in the page table.
-        pdl: programmatic dependent launch (sm_90 and later).
+        pdl: programmatic dependent launch, see :mod:`flowlib.kernels.pdl`.
         alibi_slopes: fp32 ``[H_q]``: adds ``slope * (position - (seq_len - 1))`` to a score.
 
     Slots at or past a row's length are never read, nor is anything of the lists past their lengths.
@@ -191,29 +215,18 @@ def launch_attend(
     d0, d1 = _cut(head_dim)
     dv0, dv1 = _cut(v_head_dim)
     qk_type, pv_type = _dot_types(q, k, v)
-    if num_splits > 1:
-        out, out_lse = partial_o, partial_lse
-        s_o, s_lse = partial_o.stride()[:3], partial_lse.stride()
-    else:
-        out, out_lse, s_o, s_lse = o, lse, (*o.stride()[:2], 0), (*lse.stride(), 0)
     itemsize = 4 if tl.float32 in (qk_type, pv_type) else k.element_size()
     block, warps, stages = _tile(d0 + d1 + dv0 + dv1, itemsize)
     attend_kernel[(lengths.numel() * triton.cdiv(heads, _HEAD_TILE), num_splits)](
-        q, k, v, page_table, seq_lens, pages, physical, lengths, alibi_slopes, out, out_lse,
-        scale * k_scale * 1.4426950408889634, v_scale,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *s_o, *s_lse, page_table.stride(0), page_table.shape[1],
-        pages.shape[-1],
+        q, k, v, page_table, seq_lens, pages, physical, lengths, alibi_slopes, o, lse,
+        partial_o, partial_lse, arrived, scale * k_scale * 1.4426950408889634, v_scale,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *o.stride()[:2], *lse.stride(),
+        page_table.stride(0), page_table.shape[1], pages.shape[-1],
         H=num_kv_heads, G=group_size, LANES=lanes, PAGE=page_size, D=head_dim, D0=d0, D1=d1, DV=v_head_dim, DV0=dv0,
         DV1=dv1, QK_TYPE=qk_type, PV_TYPE=pv_type, HEADS=heads, BH=_HEAD_TILE, BT=block,
-        PHYSICAL=physical is not None, WHOLE=block % page_size == 0, num_warps=warps, num_stages=stages, **options(pdl),
+        SPLIT=num_splits > 1, PHYSICAL=physical is not None, WHOLE=block % page_size == 0,
+        num_warps=warps, num_stages=stages, **options(pdl),
     )  # fmt: skip
-    if num_splits > 1:
-        block = min(_MERGE_BLOCK, triton.next_power_of_2(v_head_dim))
-        merge_kernel[(q.shape[0] * q.shape[1], triton.cdiv(v_head_dim, block))](
-            partial_o, partial_lse, o, lse, *o.stride()[:2], *lse.stride(),
-            HQ=q.shape[1], DV=v_head_dim, NS=num_splits, BS=triton.next_power_of_2(num_splits), BD=block, num_warps=4,
-            **options(pdl),
-        )  # fmt: skip
 
 
 def _cut(size: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import triton.language as tl
 from flowlib.kernels.pdl import begin, options
 
 _REGISTER_WIDTH = 16384  # at most 32767: two counts share an int32
+_NARROW_WIDTH = 2048  # rows of at most so many pages are searched in blocks of this size, whatever the table's width
 _LOOP_BLOCK = 8192
 _VALUE_ROUNDS = tl.constexpr(24)
 _KEYS_PER_THREAD = 32
@@ -173,7 +174,7 @@ def select_kernel(
     p_scores, p_seq_lens, p_table, p_pages, p_physical, p_lengths, s_row, s_lane, s_page, s_table,
     W, M, bos, eos, top_k, ratio_q16, dense_below,
     H: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, SCORED: tl.constexpr, PHYSICAL: tl.constexpr,
-    LOOP: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
+    LOOP: tl.constexpr, BW: tl.constexpr, NARROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_list = tl.program_id(0).to(tl.int64)
     i_row = i_list // LANES
@@ -194,9 +195,19 @@ def select_kernel(
         else:
             p_scores += i_row * s_row + (i_list % LANES) * s_lane
             budget = tl.maximum((n_pages.to(tl.int64) * ratio_q16) >> 16, top_k).to(tl.int32)
-            length = _write_best(
-                p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M, PHYSICAL, LOOP, BW
-            )
+            if NARROW == BW:
+                length = _write_best(
+                    p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M, PHYSICAL, LOOP, BW
+                )
+            elif n_pages <= NARROW:
+                length = _write_best(
+                    p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M, PHYSICAL, False,
+                    NARROW,
+                )  # fmt: skip
+            else:
+                length = _write_best(
+                    p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M, PHYSICAL, LOOP, BW
+                )
     else:
         _write_range(p_pages, p_physical, p_table, length, first, n_pages - length, M, PHYSICAL, BW)
     tl.store(p_lengths + i_list, tl.minimum(length, M))
@@ -211,7 +222,7 @@ def launch_select(
     scores: Any, seq_lens: Any, pages: Any, lengths: Any, *,
     num_kv_heads: int, lanes: int, page_size: int, bos: int, eos: int, top_k: int, ratio_q16: int, dense_below: int,
     scored: bool, width: int | None = None, page_table: Any = None, physical: Any = None,
-    pdl: bool = False,
+    pdl: int = 0,
 ) -> None:  # fmt: skip
     """Write the page list of every row (or of every query head of a row).
 
@@ -227,7 +238,7 @@ def launch_select(
         width: pages a row can have; ``scores.shape[2]`` where not given, unbounded without scores.
         page_table: int32 ``[bs, width]``, logical to physical pages, and physical: int32 like pages, written with the
             physical pages of the lists (past their lengths it is left alone); both or none.
-        pdl: programmatic dependent launch (sm_90 and later).
+        pdl: programmatic dependent launch, see :mod:`flowlib.kernels.pdl`.
 
     Of equal scores the lower page is taken (-0.0 equals 0.0); NaN and -inf never are. Lists are cut at M entries.
     """
@@ -242,6 +253,6 @@ def launch_select(
         scores if scored else None, seq_lens, page_table, pages, physical, lengths, *strides,
         0 if page_table is None else page_table.stride(0), width, capacity, bos, eos, top_k, ratio_q16, dense_below,
         H=num_kv_heads, LANES=lanes, PAGE=page_size, SCORED=scored, PHYSICAL=physical is not None,
-        LOOP=loop, BW=block,
+        LOOP=loop, BW=block, NARROW=min(block, _NARROW_WIDTH),
         num_warps=_num_warps(block, loop), num_stages=1, **options(pdl),
     )  # fmt: skip

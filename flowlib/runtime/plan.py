@@ -210,6 +210,7 @@ class Plan:
         if partials:
             work["partial_o"] = empty(partials * spec.num_heads * spec.dv)
             work["partial_lse"] = empty(partials * spec.num_heads)
+            work["arrived"] = torch.zeros(rows * spec.num_heads, dtype=torch.int32, device=device)
         if spec.alibi_slopes is not None:
             work["alibi_slopes"] = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)
         whole = StepOutput(

@@ -108,12 +108,14 @@ def run(case: Case, p: Problem, k_scale: float = 1.0, v_scale: float = 1.0) -> t
     lse = torch.full((rows, heads), math.nan)
     partial_o = torch.full((rows, heads, case.splits, v_dim), math.nan)
     partial_lse = torch.full((rows, heads, case.splits), math.nan)
+    arrived = torch.zeros(rows * heads, dtype=torch.int32)
     attend.launch_attend(
         p.q, p.k, p.v, table, torch.tensor(p.seq_lens, dtype=torch.int32), pages, lengths, o, lse,
-        partial_o if case.splits > 1 else None, partial_lse if case.splits > 1 else None,
+        partial_o if case.splits > 1 else None, partial_lse if case.splits > 1 else None, arrived,
         num_kv_heads=case.heads, group_size=case.group, lanes=case.group if case.per_head else 1, page_size=case.page,
         scale=case.dim**-0.5, k_scale=k_scale, v_scale=v_scale, alibi_slopes=p.slopes, num_splits=case.splits,
     )  # fmt: skip
+    assert not arrived.any(), "the count of arrived splits is zero again"
     return o, lse
 
 
