@@ -24,12 +24,17 @@ class Field:
         shape: ``(r, c)`` of one (page, kv head) entry.
         dtype: storage dtype.
         kind: ``"summary"`` (a function of the page's K/V) or ``"state"`` (also written by ``forward_indexer``).
+        rounding: ``"up"``, ``"down"`` or ``"nearest"`` for a scaled float8 summary, see :mod:`flowlib.core.float8`;
+            empty for a field that holds its values as they are.
+        own_dtype: whether ``create_cache`` gave the dtype.
     """
 
     name: str
     shape: tuple[int, int]
     dtype: torch.dtype
     kind: str = "summary"
+    rounding: str = ""
+    own_dtype: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -49,6 +54,7 @@ class Node:
         dtype: storage dtype of a leaf; ``None`` for a computed value (fp32, float64 in reference mode).
         name: a leaf's name.
         where: the user's line.
+        scaled: whether a leaf is a scaled float8 summary.
     """
 
     op: Op
@@ -58,6 +64,7 @@ class Node:
     dtype: torch.dtype | None = None
     name: str = ""
     where: SourceLine | None = field(default=None, repr=False)
+    scaled: bool = False
 
     def __str__(self) -> str:
         size = f"[{self.format.value}, {self.shape[0]}, {self.shape[1]}]"
@@ -91,6 +98,14 @@ class Graph:
     def leaves(self) -> list[Node]:
         """The leaves the outputs reach, in the order of first use."""
         return [node for node in self.nodes() if not node.inputs and node.name]
+
+
+def roundings(graph: Graph) -> dict[str, str]:
+    """How scaled float8 summaries are rounded, by field: what is stored in them tells."""
+    found: dict[int, str] = {}
+    for node in graph.nodes():
+        found[id(node)] = node.op.rounding(*(found[id(x)] for x in node.inputs))
+    return {name: found[id(node)] for name, node in graph.stores.items()}
 
 
 def topological(outputs: Iterable[Node]) -> list[Node]:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
+from flowlib.core import float8
 from flowlib.core.dispatch import dispatch
 from flowlib.core.errors import FormatError, OptionError, ShapeError
 from flowlib.core.formats import FORMAT, Side
@@ -139,6 +140,11 @@ class Op:
     def infer(self, *shapes: Inner) -> Inner:
         """Inner sizes of the result. Raises ShapeError."""
         raise NotImplementedError(f"{type(self).__name__}.infer")
+
+    def rounding(self, *inputs: str) -> str:
+        """How a scaled float8 summary that holds its result is rounded, given the same of its inputs: ``"up"`` for what
+        bounds from above, ``"down"`` for what bounds from below, else ``"nearest"``."""
+        return "nearest"
 
     def result_format(self, formats: Sequence[FORMAT], side: Side) -> FORMAT:
         """BATCHED if all inputs are, else RAGGED (indexer side) or PAGED (cache side)."""
@@ -297,19 +303,28 @@ LEAF = Leaf()
 
 
 class Stored(TileOp):
-    """A value as a field holds it: rounded to the field's dtype."""
+    """A value as a field holds it: rounded to the field's dtype, or to a scaled float8, whose scale is an input too."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, rounding: str = "") -> None:
         self.dtype = dtype
+        self.direction = rounding
 
-    def infer(self, x: Inner) -> Inner:
+    def infer(self, x: Inner, scale: Inner = (1, 1)) -> Inner:
         return x
 
-    def meaning(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.dtype).to(x.dtype)
+    def rounding(self, *inputs: str) -> str:
+        return inputs[0]
 
-    def emit(self, e: Emitter, x: Block) -> Block:
-        return e.let(f"{e.fp32(x)}.to({TRITON_DTYPES[self.dtype]}).to(tl.float32)", x.shape, x)
+    def meaning(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        if scale is None:
+            return x.to(self.dtype).to(x.dtype)
+        return float8.decode(float8.encode(x, scale, self.direction), scale, x.dtype)
+
+    def emit(self, e: Emitter, x: Block, scale: Block | None = None) -> Block:
+        if scale is None:
+            return e.let(f"{e.fp32(x)}.to({TRITON_DTYPES[self.dtype]}).to(tl.float32)", x.shape, x)
+        code = f'encode({e.fp32(x)}, {scale.name}, "{self.direction}")'
+        return e.let(f"decode({code}, {scale.name}).to(tl.float32)", x.shape, x)
 
 
 TRITON_DTYPES = {

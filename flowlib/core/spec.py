@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from flowlib.core.errors import OptionError
+from flowlib.core.float8 import SCALE_EXPONENTS, is_scale
 
 RATIO_ONE = 1 << 16
 """Fixed-point one of ``top_k_ratio``: budgets are computed in integers, so that every mode agrees on them."""
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+SUMMARY_DTYPES = KV_DTYPES
 MAX_PAGE_SIZE = 128
 MAX_PAGES = 1 << 30
 """Bound of all page counts: kernels add a few of them in int32."""
@@ -42,6 +44,10 @@ class Spec:
         alibi_slopes: one slope per query head, or ``None``: adds ``slope * (position - query position)``.
         k_scale, v_scale: what stored K and V are multiplied by (float8 pools).
         dense_below: rows of at most this many tokens are attended in full.
+        summary_dtype: dtype of summary fields that are declared without one: float8_e4m3fn (maxima are rounded up and
+            minima down, so that a bound stays one), bfloat16, float16 or float32; ``None`` means ``field_dtype``.
+            State fields never have it.
+        summary_scale: what float8 summaries are multiplied by, a power of two; a pool may have one per kv head.
 
     Raises:
         OptionError: a number is out of range; the message names it.
@@ -64,14 +70,15 @@ class Spec:
     k_scale: float = 1.0
     v_scale: float = 1.0
     dense_below: int = 0
+    summary_dtype: torch.dtype | None = None
+    summary_scale: float = 1.0
 
     def __post_init__(self) -> None:
         self._check_integers()
         if not (_is_number(self.top_k_ratio) and 0.0 <= self.top_k_ratio <= 1.0):
             raise OptionError(f"Spec: top_k_ratio is {self.top_k_ratio!r}, expected a number from 0 to 1")
-        if self.kv_dtype not in KV_DTYPES:
-            known = ", ".join(str(t).removeprefix("torch.") for t in KV_DTYPES)
-            raise OptionError(f"Spec: kv_dtype is {self.kv_dtype}, expected one of {known}")
+        _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
+        self._check_summaries()
         for name in ("scale", "k_scale", "v_scale"):
             value = getattr(self, name)
             if name == "scale" and value is None:
@@ -92,6 +99,19 @@ class Spec:
             _integer_in(name, getattr(self, name), 0, MAX_PAGES)
         _integer_in("eos", self.eos, 1, MAX_PAGES, "the unfinished last page has no summary, so it can't be scored")
         _integer_in("dense_below", self.dense_below, 0, MAX_TOKENS)
+
+    def _check_summaries(self) -> None:
+        if self.summary_dtype is not None:
+            _one_of("summary_dtype", self.summary_dtype, SUMMARY_DTYPES)
+        scale = self.summary_scale
+        if not (_is_number(scale) and is_scale(scale)):
+            low, high = SCALE_EXPONENTS
+            raise OptionError(f"Spec: summary_scale is {scale!r}, expected a power of two from 2**{low} to 2**{high}")
+        if scale != 1 and self.summary_dtype is not torch.float8_e4m3fn:
+            raise OptionError(
+                f"Spec: summary_scale is {scale!r}, expected 1.0 beside summary_dtype {self.summary_dtype}: "
+                "only float8_e4m3fn summaries are scaled"
+            )
 
     @property
     def num_heads(self) -> int:
@@ -129,6 +149,12 @@ class Spec:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _one_of(name: str, dtype: object, known: Sequence[torch.dtype]) -> None:
+    if dtype not in known:
+        names = ", ".join(str(t).removeprefix("torch.") for t in known)
+        raise OptionError(f"Spec: {name} is {dtype!r}, expected one of {names}")
 
 
 def _slopes(given: object, num_heads: int) -> tuple[float, ...]:

@@ -21,8 +21,9 @@ from flowlib.core.errors import (
     located,
     user_line,
 )
+from flowlib.core.float8 import SCALES
 from flowlib.core.formats import FORMAT, Mode, Side
-from flowlib.core.graph import Field, Graph, Node
+from flowlib.core.graph import Field, Graph, Node, roundings
 from flowlib.core.op import LEAF, Op, SegmentOp, Stored, check_field_dtype
 from flowlib.core.spec import Spec
 from flowlib.core.vtensor import SelectionHandle, vTensor
@@ -110,8 +111,9 @@ class ProfileContext(ContextBase):
 
     def _stored(self, field: str, format: FORMAT) -> Node:
         """The value a field was given before, as the field holds it."""
-        stored = self.stores[field]
-        return Node(Stored(self.fields[field].dtype), (stored,), format, stored.shape, where=user_line())
+        stored, declared = self.stores[field], self.fields[field]
+        inputs = (stored, Node(LEAF, (), FORMAT.BATCHED, (1, 1), name=SCALES)) if declared.rounding else (stored,)
+        return Node(Stored(declared.dtype, declared.rounding), inputs, format, stored.shape, where=user_line())
 
     def _store(self, op: Op, target: vTensor, node: Node) -> None:
         name = target.name
@@ -135,7 +137,7 @@ class CacheMapping(Mapping[str, vTensor]):
         self._values = {
             f.name: vTensor(
                 FORMAT.PAGED, f.shape, ctx, dtype=f.dtype, name=f.name,
-                node=Node(LEAF, (), FORMAT.PAGED, f.shape, dtype=f.dtype, name=f.name),
+                node=Node(LEAF, (), FORMAT.PAGED, f.shape, dtype=f.dtype, name=f.name, scaled=bool(f.rounding)),
             )
             for f in fields.values()
         }  # fmt: skip
@@ -214,8 +216,9 @@ def _declared_field(name: object, shape: object, spec: Spec) -> Field:
         raise FlowDefinitionError(
             f"create_cache: field {name!r} is {shape!r}, expected (r, c) or (r, c, dtype) with r and c at least 1"
         )
-    dtype = check_field_dtype(name, shape[2]) if len(shape) == 3 else spec.field_dtype
-    return Field(name, (shape[0], shape[1]), dtype)
+    own = len(shape) == 3
+    dtype = check_field_dtype(name, shape[2]) if own else spec.field_dtype
+    return Field(name, (shape[0], shape[1]), dtype, own_dtype=own)
 
 
 def method_line(method: Callable[..., object], field: str = "") -> SourceLine | None:
@@ -238,9 +241,13 @@ def trace(flow: vFlow, spec: Spec) -> Traced:
     for name, value in list(vars(flow).items()):
         if isinstance(value, Op):
             setattr(flow, name, value.bound(spec))
-    fields = declared_fields(flow, spec)
-    everything = {**given_fields(spec), **fields}
+    traced = _traced(flow, spec, declared_fields(flow, spec))
+    fields = _with_summary_dtype(traced, spec)
+    return traced if fields == traced.fields else _traced(flow, spec, fields)
 
+
+def _traced(flow: vFlow, spec: Spec, fields: dict[str, Field]) -> Traced:
+    everything = {**given_fields(spec), **fields}
     ctx = ProfileContext(spec, Side.CACHE, everything)
     loc = torch.empty(0, dtype=torch.int64)
     flow.forward_cache(CacheMapping(ctx, everything), loc, ctx)
@@ -250,6 +257,19 @@ def trace(flow: vFlow, spec: Spec) -> Traced:
     state = {name for name in fields if name in indexer.stores}
     fields = {n: replace(f, kind="state") if n in state else f for n, f in fields.items()}
     return Traced(flow, fields, cache, indexer)
+
+
+def _with_summary_dtype(traced: Traced, spec: Spec) -> dict[str, Field]:
+    """The fields, the summaries among them that were declared without a dtype in the spec's ``summary_dtype``."""
+    if spec.summary_dtype is None:
+        return traced.fields
+    scaled = roundings(traced.cache) if spec.summary_dtype is torch.float8_e4m3fn else {}
+    return {
+        name: f
+        if f.own_dtype or f.kind == "state"
+        else replace(f, dtype=spec.summary_dtype, rounding=scaled.get(name, ""))
+        for name, f in traced.fields.items()
+    }
 
 
 def _trace_indexer(flow: vFlow, spec: Spec, everything: Mapping[str, Field], in_place: frozenset[int]) -> Graph:

@@ -34,6 +34,9 @@ class Maximum(_Binary):
 
     triton: ClassVar[str] = "tl.maximum({x}, {y})"
 
+    def rounding(self, *inputs: str) -> str:
+        return "up" if set(inputs) == {"up"} else "nearest"
+
     def meaning(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.fmax(x, y)
 
@@ -42,6 +45,9 @@ class Minimum(_Binary):
     """min(x, y); a NaN is ignored where the other is a number."""
 
     triton: ClassVar[str] = "tl.minimum({x}, {y})"
+
+    def rounding(self, *inputs: str) -> str:
+        return "down" if set(inputs) == {"down"} else "nearest"
 
     def meaning(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.fmin(x, y)

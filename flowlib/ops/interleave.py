@@ -79,6 +79,9 @@ class MaxInterleave(_Interleave):
     identity: ClassVar[float | None] = float("-inf")
     reduction: ClassVar[str] = "max"
 
+    def rounding(self, *inputs: str) -> str:
+        return "up"
+
     def meaning(self, x: torch.Tensor) -> torch.Tensor:
         return self.groups(x.masked_fill(x.isnan(), float("-inf"))).amax(self.dim - 3)
 
@@ -89,6 +92,9 @@ class MinInterleave(_Interleave):
     joined: ClassVar[str] = "tl.minimum({x}, {y})"
     identity: ClassVar[float | None] = float("inf")
     reduction: ClassVar[str] = "min"
+
+    def rounding(self, *inputs: str) -> str:
+        return "down"
 
     def meaning(self, x: torch.Tensor) -> torch.Tensor:
         return self.groups(x.masked_fill(x.isnan(), float("inf"))).amin(self.dim - 3)

@@ -68,6 +68,9 @@ class Max(_Reduction):
     identity: ClassVar[float] = float("-inf")
     ignores_nan: ClassVar[bool] = True
 
+    def rounding(self, *inputs: str) -> str:
+        return "up"
+
     def meaning(self, x: torch.Tensor) -> torch.Tensor:
         return x.masked_fill(x.isnan(), self.identity).amax(self.dim - 3, keepdim=True)
 
@@ -80,6 +83,9 @@ class Min(_Reduction):
 
     identity: ClassVar[float] = float("inf")
     ignores_nan: ClassVar[bool] = True
+
+    def rounding(self, *inputs: str) -> str:
+        return "down"
 
     def meaning(self, x: torch.Tensor) -> torch.Tensor:
         return x.masked_fill(x.isnan(), self.identity).amin(self.dim - 3, keepdim=True)
