@@ -18,6 +18,7 @@ from flowlib.core.spec import Spec
 from flowlib.core.vtensor import SelectionHandle, as_vtensor, vTensor
 
 if TYPE_CHECKING:
+    from flowlib import mla
     from flowlib.runtime.api import build, dense, list_flows, profile
     from flowlib.runtime.batch import Batch
     from flowlib.runtime.contexts import RunContext
@@ -40,6 +41,9 @@ _LAZY = {
 }
 """Names loaded at first use: algorithms import this package, and the runtime imports algorithms."""
 
+_PACKAGES = frozenset({"mla"})
+"""Functional APIs, loaded at first use."""
+
 __all__ = [
     "FORMAT",
     "Batch",
@@ -56,6 +60,7 @@ __all__ = [
     "build",
     "dense",
     "list_flows",
+    "mla",
     "profile",
     "register",
     "vFlow",
@@ -66,6 +71,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"flowlib.{name}")
     if name in REFUSED:
         return refused(name)
     raise AttributeError(f"module 'flowlib' has no attribute {name!r}")
