@@ -73,20 +73,15 @@ class GaussianTau(SegmentOp):
         return FORMAT.BATCHED
 
     def meaning(self, mu: torch.Tensor, sigma: torch.Tensor, *, scored: torch.Tensor) -> torch.Tensor:
-        mask, a = scored[:, :, None, None], self.alpha - 1.0
-        count = mask.sum(1, keepdim=True).clamp(min=1).to(mu.dtype)
+        mask = scored[:, :, None, None]
         mu, sigma = mu.masked_fill(~mask, 0.0), sigma.masked_fill(~mask, 0.0)
-        mean = mu.sum(1, keepdim=True) / count
-        spread = (mu - mean).masked_fill(~mask, 0.0)
-        row = ((sigma * sigma + spread * spread).sum(1, keepdim=True) / count).sqrt().clamp(min=MIN_SIGMA)
+        count, mean, row = _row_moments(mu, sigma, mask)
         centre, width, weight = mean, row, count * self.page_size
         if self.mixture:
             centre, width = torch.where(mask, mu, mean), sigma
             weight = (mask * self.page_size).to(mu.dtype).expand_as(mu)
         tau = self._solve(centre, width, weight, mask.sum(1, keepdim=True) * self.page_size)
-        upper = (mu + 1.5 * sigma).sum(1, keepdim=True) / count
-        margin = torch.maximum(self.safety_margin_z * row, self.excess * (tau / a - upper).clamp(min=0.0))
-        return (tau - a * margin).masked_fill(~mask.any(1, keepdim=True), 0.0)
+        return threshold_floor(tau, mu, sigma, scored, self.alpha - 1.0, self.safety_margin_z, self.excess)
 
     def _solve(
         self, centre: torch.Tensor, width: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor
@@ -109,6 +104,35 @@ class GaussianTau(SegmentOp):
             "excess": self.excess,
             "mixture": self.mixture,
         }
+
+
+def threshold_floor(
+    tau: torch.Tensor,
+    mu: torch.Tensor,
+    sigma: torch.Tensor,
+    scored: torch.Tensor,
+    a: float | torch.Tensor,
+    safety_margin_z: float,
+    excess: float,
+) -> torch.Tensor:
+    """tau ``[R, 1, r, c]`` lowered by the margin of :class:`GaussianTau`; a row without a scored page gives 0."""
+    mask = scored[:, :, None, None]
+    mu, sigma = mu.masked_fill(~mask, 0.0), sigma.masked_fill(~mask, 0.0)
+    count, _, row = _row_moments(mu, sigma, mask)
+    upper = (mu + 1.5 * sigma).sum(1, keepdim=True) / count
+    margin = torch.maximum(safety_margin_z * row, excess * (tau / a - upper).clamp(min=0.0))
+    return (tau - a * margin).masked_fill(~mask.any(1, keepdim=True), 0.0)
+
+
+def _row_moments(
+    mu: torch.Tensor, sigma: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scored pages of each row (at least 1), mean and deviation of their tokens' scores."""
+    count = mask.sum(1, keepdim=True).clamp(min=1).to(mu.dtype)
+    mean = mu.sum(1, keepdim=True) / count
+    spread = (mu - mean).masked_fill(~mask, 0.0)
+    row = ((sigma * sigma + spread * spread).sum(1, keepdim=True) / count).sqrt().clamp(min=MIN_SIGMA)
+    return count, mean, row
 
 
 def expected_power(mean: torch.Tensor, sigma: torch.Tensor, beta: float) -> torch.Tensor:
