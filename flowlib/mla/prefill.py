@@ -114,10 +114,10 @@ class _Loop:
         )  # fmt: skip
         k, v = self._projected(self.workspace[: chunk.tokens])
         first, end = chunk.rows
-        o, l = partial[: end - first], partial_lse[: end - first]
-        attend.run(self.attention, self.q[first:end], k, v, chunk.batch, self.scale, False, o, l)
+        o, o_lse = partial[: end - first], partial_lse[: end - first]
+        attend.run(self.attention, self.q[first:end], k, v, chunk.batch, self.scale, False, o, o_lse)
         merge_attn_states(
-            o, l, total[first:end], lse[first:end], out=total[first:end], out_lse=lse[first:end], impl=self.impl
+            o, o_lse, total[first:end], lse[first:end], out=total[first:end], out_lse=lse[first:end], impl=self.impl
         )
 
     def _projected(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

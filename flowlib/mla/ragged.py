@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -45,8 +46,8 @@ class RaggedBatch:
             raise BatchError(
                 f"RaggedBatch: kv_start_loc has {len(keys)} offsets, expected {len(queries)} as query_start_loc"
             )
-        on_device = [torch.tensor(x, dtype=torch.int32, device=device) for x in (queries, keys)]
-        return cls(tuple(queries), tuple(keys), *on_device)
+        q, kv = (torch.tensor(x, dtype=torch.int32, device=device) for x in (queries, keys))
+        return cls(tuple(queries), tuple(keys), q, kv)
 
     @property
     def size(self) -> int:
@@ -66,7 +67,7 @@ class RaggedBatch:
     @property
     def max_query_len(self) -> int:
         """Most query rows of a request."""
-        return max((b - a for a, b in zip(self.query_offsets, self.query_offsets[1:], strict=False)), default=0)
+        return max((b - a for a, b in itertools.pairwise(self.query_offsets)), default=0)
 
     def unseeing(self, causal: bool) -> list[tuple[int, int]]:
         """Ranges of query rows that see no key: of requests without keys, and the first ones of a causal batch."""
@@ -89,7 +90,7 @@ def check_offsets(what: str, name: str, values: torch.Tensor | Sequence[int]) ->
     found = integers(what, name, values)
     if not found or found[0] != 0:
         raise BatchError(f"{what}: {name} begins with {found[:1]}, expected offsets that begin with 0")
-    for i, (a, b) in enumerate(zip(found, found[1:], strict=False)):
+    for i, (a, b) in enumerate(itertools.pairwise(found)):
         if b < a:
             raise BatchError(f"{what}: {name} falls from {a} to {b} after request {i}, expected ascending offsets")
     return found

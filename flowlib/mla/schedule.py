@@ -169,7 +169,8 @@ def build_chunked_context(
         raise OptionError(f"{what}: schedule is {schedule!r}, expected 'packed' or 'even'")
     check_positive(what, "workspace_rows", workspace_rows)
     check_positive(what, "page_size", page_size)
-    lens, offsets = integers(what, "context_lens", context_lens), check_offsets(what, "query_start_loc", query_start_loc)
+    lens = integers(what, "context_lens", context_lens)
+    offsets = check_offsets(what, "query_start_loc", query_start_loc)
     if len(offsets) != len(lens) + 1:
         raise BatchError(
             f"{what}: query_start_loc has {len(offsets)} offsets, expected {len(lens) + 1}, one more than the "
@@ -238,7 +239,7 @@ def _assemble(
     index += [torch.tensor(x) for part in parts for x in part[3:]]
     starts, counts, ends, owners, whole, *rest = _upload(index, device)
     chunks = tuple(
-        Chunk(requests, tokens, total, goes_on, RaggedBatch(queries, keys, *rest[2 * i : 2 * i + 2]))
+        Chunk(requests, tokens, total, goes_on, RaggedBatch(queries, keys, rest[2 * i], rest[2 * i + 1]))
         for i, (total, (requests, tokens, goes_on, queries, keys)) in enumerate(zip(totals, parts, strict=True))
     )
     return ChunkedContext(
