@@ -18,7 +18,8 @@ def partition(traced: Traced) -> tuple[tuple[Stage, ...], dict[str, Buffer]]:
     """Stages in the order they run, and the buffers between them."""
     stages: list[Stage] = []
     if traced.cache.stores:
-        outputs = tuple(Output(node, name, "field") for name, node in traced.cache.stores.items())
+        fields = traced.fields
+        outputs = tuple(Output(n, name, "field", fields[name].rounding) for name, n in traced.cache.stores.items())
         stages.append(TileStage("update", outputs, on_write=True))
     selection = traced.indexer.selection
     if selection is None or not isinstance(selection.op, SelectOp):

@@ -36,11 +36,13 @@ class Output:
         node: the value.
         name: of the field or buffer.
         kind: ``"field"``, ``"buffer"`` (pages fastest), ``"entries"`` (one entry after the other) or ``"rows"``.
+        rounding: of a scaled float8 field.
     """
 
     node: Node
     name: str
     kind: str
+    rounding: str = ""
 
 
 @dataclass(frozen=True)

@@ -73,11 +73,17 @@ def _is_envelope(high: Node, low: Node, summaries: Mapping[str, Node]) -> bool:
     """Whether the graph proves that `high` and `low` are maximum and minimum of the same values."""
     pair = [summaries.get((x.inputs[0] if isinstance(x.op, Load) else x).name) for x in (high, low)]
     top, bottom = pair
-    if top is None or bottom is None or top.inputs != bottom.inputs or high.dtype != low.dtype:
+    if top is None or bottom is None or top.inputs != bottom.inputs:
         return False
+    if high.dtype != low.dtype or _is_scaled(high) != _is_scaled(low):
+        return False  # rounded differently, a minimum may come out above its maximum
     kinds = ((Max, Min), (MaxInterleave, MinInterleave))
     known = any(isinstance(top.op, a) and isinstance(bottom.op, b) for a, b in kinds)
     return known and top.op.parameters() == bottom.op.parameters()
+
+
+def _is_scaled(field: Node) -> bool:
+    return any(x.scaled for x in (field, *field.inputs))
 
 
 def _dots(node: Node, q: Node, high: Node, low: Node) -> Node:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from flowlib.compiler.load import source_path
 from flowlib.compiler.program import SegmentStage, SelectStage, TileStage
 from flowlib.core.formats import FORMAT
-from flowlib.core.graph import Graph, topological
+from flowlib.core.graph import Field, Graph, topological
 from flowlib.core.trace import given_fields
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def describe(plan: Plan, bandwidth: float | None = None) -> str:
         f"{plan.field_bytes_per_page / _kv_bytes_per_page(plan):.1%} of K and V)",
     ]
     lines += [
-        f"  {f.name:<20} {f.kind:<8} {list(f.shape)!s:<12} {str(f.dtype).removeprefix('torch.')}"
+        f"  {f.name:<20} {f.kind:<8} {list(f.shape)!s:<12} {str(f.dtype).removeprefix('torch.')}{_rounded(f)}"
         for f in plan.fields.values()
     ]
     for graph in (plan.program.traced.cache, plan.program.traced.indexer):
@@ -41,6 +41,11 @@ def describe(plan: Plan, bandwidth: float | None = None) -> str:
         shape = [rows, *b.shape, spec.max_pages] if b.paged else [rows, *b.shape]
         lines.append(f"  {b.name:<20} fp32 {shape} {size} bytes")
     return "\n".join([*lines, "", f"generated module: {source_path(plan.program.source).name}"])
+
+
+def _rounded(field: Field) -> str:
+    how = {"": "", "nearest": ", to nearest"}.get(field.rounding, f", rounded {field.rounding}")
+    return f" times a scale{how}" if how else ""
 
 
 def stage_lines(plan: Plan, bandwidth: float | None) -> list[str]:

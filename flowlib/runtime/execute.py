@@ -11,8 +11,10 @@ import torch
 from flowlib.compiler.emit import num_warps, tile_pages
 from flowlib.compiler.load import load_function, load_source
 from flowlib.compiler.program import SegmentStage, TileStage
+from flowlib.core.float8 import SCALES
 from flowlib.core.spec import Spec
 from flowlib.runtime.batch import Batch
+from flowlib.runtime.pool import SATURATED
 
 if TYPE_CHECKING:
     from flowlib.runtime.plan import Plan, StepOutput
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, torch.Tensor]
 Given = tuple[Tensors, Tensors, Tensors]
+_BESIDE_FIELDS = {"p_field_scales": SCALES, "p_saturated": SATURATED}
+"""Parameters of kernels with float8 summaries, and what a store calls them."""
 SELECT = "flowlib.kernels.select:launch_select"
 ATTEND = "flowlib.kernels.attend:launch_attend"
 
@@ -75,6 +79,8 @@ def _argument(name: str) -> Callable[[Given], Any]:
 
     ``f_x`` is field x, ``p_x`` and ``w_x`` another tensor, ``s_x_<axis>`` a stride of one.
     """
+    if name in _BESIDE_FIELDS:
+        return lambda given: given[1][_BESIDE_FIELDS[name]]
     if name in ("p_page_table", "p_seq_lens", "p_loc"):
         return lambda given: given[2][name[2:]]
     if name == "width":
@@ -106,7 +112,7 @@ class Executor:
         """Fields of the pages whose last slot is in `loc`."""
         if self.plan.program.update is not None and loc.shape[0]:
             kernel = self.tiles[self.plan.program.update.name]
-            kernel.on_written({"k": store.k, "v": store.v}, loc, has_pdl(store.device), store.fields)
+            kernel.on_written({"k": store.k, "v": store.v}, loc, has_pdl(store.device), store.operands)
 
     def choose(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
         """Scores and page lists."""
@@ -115,7 +121,7 @@ class Executor:
         pdl = has_pdl(store.device)
         for stage in self.plan.program.step_stages:
             if isinstance(stage, TileStage):
-                self.tiles[stage.name].on_rows(tensors, batch, pdl, store.fields)
+                self.tiles[stage.name].on_rows(tensors, batch, pdl, store.operands)
             else:
                 self._segment(stage, out, batch, pdl)
         top_k, ratio = selection.op.limits(spec)

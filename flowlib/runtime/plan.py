@@ -96,7 +96,7 @@ class Plan:
             "k": (spec.page_size, spec.num_kv_heads, spec.head_dim, spec.kv_dtype, spec.k_scale),
             "v": (spec.page_size, spec.num_kv_heads, spec.dv, spec.kv_dtype, spec.v_scale),
         }
-        return given | {f.name: (*f.shape, f.dtype) for f in self.fields.values()}
+        return given | {f.name: (*f.shape, f.dtype) + (("scaled",) if f.rounding else ()) for f in self.fields.values()}
 
     @property
     def lanes(self) -> int:

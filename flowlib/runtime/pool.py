@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flowlib.core.errors import BatchError, FormatError, ShapeError
+from flowlib.core import float8
+from flowlib.core.errors import BatchError, FormatError, OptionError, ShapeError
 
 if TYPE_CHECKING:
     from flowlib.runtime.plan import Plan
+
+SATURATED = "saturated bounds"
+"""Name of the counter among a store's operands; no field can have it."""
 
 
 class KVStore:
@@ -20,12 +24,27 @@ class KVStore:
         plan: the plan whose fields they are.
         k, v: ``[num_pages * page_size, H_kv, D]`` and ``[.., H_kv, Dv]`` in ``spec.kv_dtype``, last axis contiguous.
         fields: name to ``[num_pages, H_kv, r, c]``, contiguous, in the field's dtype.
+        field_scales: fp32 ``[H_kv]``, powers of two: what float8 summaries are multiplied by; ``None`` means
+            ``spec.summary_scale`` for every kv head.
+
+    Attributes:
+        operands: what generated kernels read and write beside K and V: float8 summaries as uint8 codes, their scales.
+        saturated: int64 ``[1]``, float8 bounds that updates had to cut, see :meth:`saturated_bounds`. It is ``None``
+            where the plan has no float8 summary, as `field_scales` then is.
 
     Raises:
         ShapeError, FormatError, BatchError: a tensor does not fit the plan or the others; the message names it.
+        OptionError: a scale is no power of two (checked on CPU tensors only: on a device it would wait for it).
     """
 
-    def __init__(self, plan: Plan, k: torch.Tensor, v: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        fields: Mapping[str, torch.Tensor],
+        field_scales: torch.Tensor | None = None,
+    ) -> None:
         spec = plan.spec
         for name, value in {"k": k, "v": v, **fields}.items():
             _check_device("KVStore", name, value, k.device)
@@ -42,6 +61,47 @@ class KVStore:
         self.k = k
         self.v = v
         self.fields = dict(fields)
+        self.operands: dict[str, torch.Tensor] = self.fields
+        self.field_scales, self.saturated = None, None
+        if any(f.rounding for f in plan.fields.values()):
+            self._keep_scales(field_scales)
+        elif field_scales is not None:
+            raise FormatError("KVStore: field_scales is given, but no field of the plan is a float8 summary")
+
+    def _keep_scales(self, given: torch.Tensor | None) -> None:
+        spec, device = self.plan.spec, self.device
+        if given is None:
+            given = torch.full((spec.num_kv_heads,), spec.summary_scale, dtype=torch.float32, device=device)
+        self.field_scales = _checked_scales(given, spec.num_kv_heads, device)
+        self.saturated = torch.zeros(1, dtype=torch.int64, device=device)
+        codes = {n: f.view(torch.uint8) for n, f in self.fields.items() if self.plan.fields[n].rounding}
+        self.operands = {**self.fields, **codes, float8.SCALES: self.field_scales, SATURATED: self.saturated}
+
+    def values(self, name: str) -> torch.Tensor:
+        """What a field stands for, ``[num_pages, H_kv, r, c]``: the field itself, or a float8 summary times its scale,
+        exactly, in bfloat16."""
+        field = self.fields[name]
+        if not self.plan.fields[name].rounding:
+            return field
+        return float8.decode(field, self.scales_of(torch.bfloat16), torch.bfloat16)
+
+    def scales_of(self, dtype: torch.dtype) -> torch.Tensor:
+        """The scales of float8 summaries in `dtype`, ``[1, H_kv, 1, 1]``.
+
+        Raises:
+            FormatError: the plan has no such field.
+        """
+        if self.field_scales is None:
+            raise FormatError("KVStore: no field of the plan is a float8 summary, so there are no scales")
+        return self.field_scales.to(dtype)[None, :, None, None]
+
+    def saturated_bounds(self) -> int:
+        """How many values of float8 bounds (maxima, minima) were cut since the pool was made; waits for the device.
+
+        A maximum above 448 times its scale is stored as 448 times its scale, and is a bound no more; a minimum below
+        -448 times its scale likewise. A larger scale avoids it. 0 for a plan without float8 summaries.
+        """
+        return 0 if self.saturated is None else int(self.saturated)
 
     @property
     def device(self) -> torch.device:
@@ -93,23 +153,32 @@ class PagedPool(KVStore):
         plan: the plan whose fields are kept.
         num_pages: pages in the pool.
         device: where it lies.
+        field_scales: as for :class:`KVStore`.
     """
 
-    def __init__(self, plan: Plan, num_pages: int, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        num_pages: int,
+        device: str | torch.device = "cpu",
+        field_scales: torch.Tensor | None = None,
+    ) -> None:
         if num_pages < 1:
             raise BatchError(f"PagedPool: num_pages is {num_pages}, expected at least 1")
         spec = plan.spec
         tokens = num_pages * spec.page_size
         k = torch.zeros(tokens, spec.num_kv_heads, spec.head_dim, dtype=spec.kv_dtype, device=device)
         v = torch.zeros(tokens, spec.num_kv_heads, spec.dv, dtype=spec.kv_dtype, device=device)
-        super().__init__(plan, k, v, allocate_fields(plan, num_pages, device))
+        super().__init__(plan, k, v, allocate_fields(plan, num_pages, device), field_scales)
 
     def clone(self) -> PagedPool:
         """A copy with storage of its own."""
         twin = object.__new__(PagedPool)
-        KVStore.__init__(
-            twin, self.plan, self.k.clone(), self.v.clone(), {n: f.clone() for n, f in self.fields.items()}
-        )
+        fields = {n: f.clone() for n, f in self.fields.items()}
+        scales = None if self.field_scales is None else self.field_scales.clone()
+        KVStore.__init__(twin, self.plan, self.k.clone(), self.v.clone(), fields, scales)
+        if twin.saturated is not None and self.saturated is not None:
+            twin.saturated.copy_(self.saturated)
         return twin
 
 
@@ -117,6 +186,18 @@ def allocate_fields(plan: Plan, num_pages: int, device: str | torch.device) -> d
     """Zeroed storage of the plan's fields for one layer: name to ``[num_pages, H_kv, r, c]``."""
     heads = plan.spec.num_kv_heads
     return {f.name: torch.zeros(num_pages, heads, *f.shape, dtype=f.dtype, device=device) for f in plan.fields.values()}
+
+
+def _checked_scales(scales: object, heads: int, device: torch.device) -> torch.Tensor:
+    if not isinstance(scales, torch.Tensor) or scales.dtype is not torch.float32 or tuple(scales.shape) != (heads,):
+        got = f"{scales.dtype} {list(scales.shape)}" if isinstance(scales, torch.Tensor) else type(scales).__name__
+        raise FormatError(f"KVStore: field_scales is {got}, expected torch.float32 [{heads}], one per kv head")
+    _check_device("KVStore", "field_scales", scales, device)
+    low, high = float8.SCALE_EXPONENTS
+    for value in scales.tolist() if device.type == "cpu" else ():
+        if not float8.is_scale(value):
+            raise OptionError(f"KVStore: field_scales has {value}, expected powers of two from 2**{low} to 2**{high}")
+    return scales.contiguous()
 
 
 def _stored(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:

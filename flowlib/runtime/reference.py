@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flowlib.core import float8
 from flowlib.core.errors import BackendError
 from flowlib.core.formats import FORMAT
 from flowlib.core.graph import Graph, Node, topological
@@ -71,12 +72,21 @@ def update_fields(graph: Graph, store: KVStore, loc: torch.Tensor, dtype: torch.
         return
 
     def leaf(node: Node) -> torch.Tensor:
-        return _page_tokens(node.name, store, pages, dtype)
+        return store.scales_of(dtype) if node.name == float8.SCALES else _page_tokens(node.name, store, pages, dtype)
 
     values = evaluate(graph.stores.values(), leaf, like=torch.empty(0, dtype=dtype, device=store.device))
     for name, node in graph.stores.items():
-        field = store.fields[name]
-        field[pages] = values[id(node)].expand(-1, -1, *node.shape).to(field.dtype)
+        value = values[id(node)].expand(len(pages), spec.num_kv_heads, *node.shape)
+        rounding = store.plan.fields[name].rounding
+        store.fields[name][pages] = _coded(store, value, rounding) if rounding else value.to(store.fields[name].dtype)
+
+
+def _coded(store: KVStore, value: torch.Tensor, rounding: str) -> torch.Tensor:
+    """Codes of a float8 summary ``[n, H_kv, r, c]``; counts the bounds that are cut."""
+    scales = store.scales_of(value.dtype)
+    if store.saturated is not None:
+        store.saturated += float8.broken(value, scales, rounding).sum()
+    return float8.encode(value, scales, rounding)
 
 
 def num_pages_of(batch: Batch, spec: Spec) -> torch.Tensor:
@@ -206,7 +216,8 @@ def _page_tokens(name: str, store: KVStore, pages: torch.Tensor, dtype: torch.dt
     """Entries of a field, or K or V de-scaled, of some physical pages: ``[n, H_kv, r, c]`` in `dtype`."""
     spec = store.plan.spec
     if name in store.fields:
-        return store.fields[name][pages].to(dtype)
+        entries = store.fields[name][pages].to(dtype)
+        return entries * store.scales_of(dtype) if store.plan.fields[name].rounding else entries
     values, scale = (store.k, spec.k_scale) if name == "k" else (store.v, spec.v_scale)
     slots = pages[:, None] * spec.page_size + torch.arange(spec.page_size, device=pages.device)
     return values[slots].transpose(1, 2).to(dtype) * scale
