@@ -18,7 +18,8 @@ from flowlib.core.spec import Spec
 from flowlib.core.vtensor import SelectionHandle, as_vtensor, vTensor
 
 if TYPE_CHECKING:
-    from flowlib import mla
+    from flowlib import entmax, mla
+    from flowlib.entmax.cache import PagedKVCache
     from flowlib.runtime.api import build, dense, list_flows, profile
     from flowlib.runtime.batch import Batch
     from flowlib.runtime.contexts import RunContext
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Batch": "flowlib.runtime.batch",
     "KVStore": "flowlib.runtime.pool",
+    "PagedKVCache": "flowlib.entmax.cache",
     "PagedPool": "flowlib.runtime.pool",
     "Plan": "flowlib.runtime.plan",
     "RunContext": "flowlib.runtime.contexts",
@@ -41,7 +43,7 @@ _LAZY = {
 }
 """Names loaded at first use: algorithms import this package, and the runtime imports algorithms."""
 
-_PACKAGES = frozenset({"mla"})
+_PACKAGES = frozenset({"entmax", "mla"})
 """Functional APIs, loaded at first use."""
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "ContextBase",
     "KVStore",
     "Mode",
+    "PagedKVCache",
     "PagedPool",
     "Plan",
     "RunContext",
@@ -59,6 +62,7 @@ __all__ = [
     "as_vtensor",
     "build",
     "dense",
+    "entmax",
     "list_flows",
     "mla",
     "profile",

@@ -1,0 +1,247 @@
+"""A KV cache in pages that owns its pool: append, grow, and statistics of pages kept up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flowlib.core.errors import BackendError, BatchError, FormatError, ShapeError
+from flowlib.entmax import checks
+from flowlib.entmax.pages import PageStats, check_stats, page_stats
+
+SLACK_PAGES = 64
+"""Room of a row beyond its first append where no longest row is foreseen."""
+
+
+class PagedKVCache:
+    """K and V of a batch of rows in pages, for decoding by :func:`flowlib.entmax.topk_decode` and its siblings.
+
+    Row b has the physical pages ``b * max_pages`` to ``(b + 1) * max_pages - 1``; only the block table says so.
+
+    Args:
+        page_size: tokens of a page, a power of two.
+        stats: sets of page statistics kept: ``"topk"`` (minimum and maximum), ``"gaussian"`` (mean and deviation).
+        max_seq_len: longest row foreseen; saves the copy when a row outgrows its pages. Rows may become longer.
+
+    Attributes:
+        kv: ``[2, num_blocks, page_size, H_kv, D]``, K and V; zero in slots never written.
+        block_table: int32 ``[B, max_pages]``, logical to physical page.
+        seq_lens: int32 ``[B]``.
+        page_stats: :class:`flowlib.entmax.PageStats` ``[num_blocks, H_kv, D]``; meaningful for full pages.
+
+    Raises:
+        OptionError: an argument is out of range, or a set of statistics unknown.
+    """
+
+    def __init__(self, page_size: int = 16, stats: Sequence[str] = (), max_seq_len: int | None = None) -> None:
+        self.page_size = checks.power_of_two("PagedKVCache", "page_size", page_size)
+        self.stats = check_stats("PagedKVCache", stats)
+        if max_seq_len is not None:
+            max_seq_len = checks.count("PagedKVCache", "max_seq_len", max_seq_len, 1)
+        self.max_seq_len = max_seq_len
+        self._lengths: list[int] = []
+        self._kv: torch.Tensor | None = None
+        self._block_table = self._seq_lens = torch.zeros(0, dtype=torch.int32)
+        self._page_stats = PageStats()
+
+    @property
+    def kv(self) -> torch.Tensor:
+        """``[2, num_blocks, page_size, H_kv, D]``. Raises BackendError before initialize."""
+        if self._kv is None:
+            raise BackendError("PagedKVCache: the cache is empty; call initialize(k, v) first")
+        return self._kv
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        """int32 ``[B, max_pages]``."""
+        return self._block_table
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """int32 ``[B]``, on the device."""
+        return self._seq_lens
+
+    @property
+    def seq_lens_host(self) -> tuple[int, ...]:
+        """Lengths of the rows, known without waiting for a device."""
+        return tuple(self._lengths)
+
+    @property
+    def page_stats(self) -> PageStats:
+        """Statistics of every physical page; a set that is not kept is ``None``."""
+        return self._page_stats
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return len(self._lengths)
+
+    @property
+    def max_pages(self) -> int:
+        """Pages a row has room for."""
+        return self._block_table.shape[1] if self._lengths else 0
+
+    @property
+    def live_pages(self) -> int:
+        """Pages of the longest row."""
+        return -(-max(self._lengths, default=0) // self.page_size)
+
+    @torch.no_grad()
+    def initialize(
+        self, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int] | torch.Tensor | None = None
+    ) -> None:
+        """Stores the prompts; what was there before is gone.
+
+        Args:
+            k, v: ``[B, H_kv, S, D]``, of one dtype.
+            seq_lens: B lengths from 1 to S; ``None`` means S each. Tokens past a row's length are not stored.
+
+        Raises:
+            ShapeError, FormatError: k and v are no such tensors. BatchError: bad lengths. Nothing is stored then.
+        """
+        _check_pair("initialize", k, v, "B, H_kv, S, D")
+        rows, heads, size, dim = k.shape
+        lengths = _lengths_of(seq_lens, rows, size)
+        pages = self._capacity(max(lengths), size)
+        self._kv = torch.zeros(2, rows * pages, self.page_size, heads, dim, dtype=k.dtype, device=k.device)
+        self._place(lengths, pages, k.device)
+        owned = torch.arange(size, device=k.device) < self._seq_lens[:, None]  # [B, S]
+        store = self._kv.view(2, rows, pages * self.page_size, heads, dim)
+        for side, values in enumerate((k, v)):
+            store[side, :, :size] = values.transpose(1, 2).masked_fill(~owned[..., None, None], 0.0)
+        self._page_stats = page_stats(self._kv[0], self.stats)
+
+    @torch.no_grad()
+    def append(self, k_new: torch.Tensor, v_new: torch.Tensor) -> None:
+        """Stores one more token of every row; grows the pool, by one copy, where a row has no slot left.
+
+        Args:
+            k_new, v_new: ``[B, H_kv, 1, D]`` in the dtype of the cache.
+
+        Raises:
+            BackendError: before initialize. ShapeError, FormatError: no such tensors.
+        """
+        kv = self.kv
+        _check_pair("append", k_new, v_new, "B, H_kv, 1, D")
+        shape = (self.batch, kv.shape[3], 1, kv.shape[4])
+        checks.same_shape("append", "k_new", k_new, shape, "[B, H_kv, 1, D]")
+        self._check_stored("append", k_new)
+        needed = max(self._lengths) // self.page_size + 1
+        if needed > self.max_pages:
+            self._grow(max(needed, self.max_pages + self.max_pages // 2))
+        row = torch.arange(self.batch, device=kv.device)
+        position = self._seq_lens.to(torch.int64)
+        block = self._block_table[row, torch.div(position, self.page_size, rounding_mode="floor")].to(torch.int64)
+        self.write(k_new[:, :, 0], v_new[:, :, 0], block * self.page_size + position % self.page_size)
+        self._lengths = [n + 1 for n in self._lengths]
+        self._seq_lens += 1
+
+    @torch.no_grad()
+    def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores tokens in slots, in any order, and recomputes the statistics of every page touched; lengths stay.
+
+        Args:
+            k, v: ``[T, H_kv, D]`` in the dtype of the cache.
+            slots: int32 or int64 ``[T]``, ``physical page * page_size + offset``, each at most once; -1 is skipped.
+
+        Raises:
+            BackendError: before initialize. ShapeError, FormatError: no such tensors. BatchError: a slot is out of
+            range (looked at on the CPU only).
+        """
+        kv = self.kv
+        _check_pair("write", k, v, "T, H_kv, D")
+        checks.same_shape("write", "k", k, (k.shape[0], kv.shape[3], kv.shape[4]), "[T, H_kv, D]")
+        self._check_stored("write", k)
+        _check_slots(slots, k.shape[0], kv.shape[1] * self.page_size)
+        real = (slots >= 0).nonzero().squeeze(-1)
+        slot = slots[real].to(torch.int64)
+        block, offset = torch.div(slot, self.page_size, rounding_mode="floor"), slot % self.page_size
+        kv[0, block, offset], kv[1, block, offset] = k[real], v[real]
+        touched = torch.unique_consecutive(block)
+        for kept, fresh in zip(self._page_stats, page_stats(kv[0, touched], self.stats), strict=True):
+            if kept is not None and fresh is not None:
+                kept[touched] = fresh
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as copies ``[B, H_kv, longest length, D]``; zero past a row's length.
+
+        Raises:
+            BackendError: before initialize.
+        """
+        pages = self.kv[:, self._block_table[:, : self.live_pages].to(torch.int64)]  # [2, B, pages, page_size, H_kv, D]
+        longest = max(self._lengths)
+        rows = pages.flatten(2, 3)[:, :, :longest]
+        owned = torch.arange(longest, device=rows.device) < self._seq_lens[:, None]
+        k, v = rows.masked_fill(~owned[..., None, None], 0.0).transpose(2, 3)
+        return k, v
+
+    def _capacity(self, longest: int, size: int) -> int:
+        """Pages of a row at first: one more token at least, what is foreseen, and the prompt."""
+        pages = -(-(longest + 1) // self.page_size)
+        foreseen = pages + SLACK_PAGES if self.max_seq_len is None else -(-self.max_seq_len // self.page_size)
+        return max(pages, foreseen, -(-size // self.page_size))
+
+    def _place(self, lengths: list[int], pages: int, device: torch.device) -> None:
+        rows = len(lengths)
+        self._lengths = lengths
+        self._seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self._block_table = torch.arange(rows * pages, dtype=torch.int32, device=device).view(rows, pages)
+
+    def _grow(self, pages: int) -> None:
+        """Re-homes every row into `pages` pages, with its statistics."""
+        old, before = self.kv, self.max_pages
+        rows = self.batch
+        self._kv = _widened(old.unflatten(1, (rows, before)), 2, pages).flatten(1, 2)
+        stats = (s if s is None else _widened(s.unflatten(0, (rows, before)), 1, pages).flatten(0, 1)
+                 for s in self._page_stats)  # fmt: skip
+        self._page_stats = PageStats(*stats)
+        self._place(self._lengths, pages, old.device)
+
+    def _check_stored(self, what: str, value: torch.Tensor) -> None:
+        if value.dtype is not self.kv.dtype:
+            raise FormatError(f"{what}: k and v are {value.dtype}, expected {self.kv.dtype}, the dtype of the cache")
+
+
+def _check_pair(what: str, k: torch.Tensor, v: torch.Tensor, axes: str) -> None:
+    names = ("k_new", "v_new") if what == "append" else ("k", "v")
+    for name, value in zip(names, (k, v), strict=True):
+        checks.floating(what, name, value, axes)
+    checks.same_shape(what, names[1], v, k.shape, f"as {names[0]}")
+    if k.dtype is not v.dtype or 0 in k.shape[1:]:
+        if k.dtype is v.dtype:
+            raise ShapeError(f"{what}: {names[0]} is {list(k.shape)}, expected no empty axis [{axes}]")
+        raise FormatError(f"{what}: {names[1]} is {v.dtype}, expected {k.dtype} as {names[0]}")
+
+
+def _lengths_of(seq_lens: Sequence[int] | torch.Tensor | None, rows: int, size: int) -> list[int]:
+    if rows == 0:
+        raise ShapeError("initialize: k has 0 rows, expected at least one")
+    if seq_lens is None:
+        return [size] * rows
+    values = seq_lens.tolist() if isinstance(seq_lens, torch.Tensor) else list(seq_lens)
+    if not isinstance(values, list) or len(values) != rows or not all(isinstance(n, int) for n in values):
+        raise BatchError(f"initialize: seq_lens is {values}, expected {rows} integers, one for each row")
+    if not all(1 <= n <= size for n in values):
+        raise BatchError(f"initialize: seq_lens is {values}, expected from 1 to {size}, the tokens of k")
+    return values
+
+
+def _check_slots(slots: object, count: int, limit: int) -> None:
+    if not isinstance(slots, torch.Tensor) or slots.dtype not in (torch.int32, torch.int64):
+        got = slots.dtype if isinstance(slots, torch.Tensor) else type(slots).__name__
+        raise FormatError(f"write: slots is {got}, expected an int32 or int64 tensor [T]")
+    checks.same_shape("write", "slots", slots, (count,), "[T]")
+    if slots.device.type == "cpu" and slots.numel():
+        low, high = int(slots.min()), int(slots.max())
+        if low < -1 or high >= limit:
+            raise BatchError(f"write: slots has {low if low < -1 else high}, expected from -1 to {limit - 1}")
+
+
+def _widened(value: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+    """A copy with `axis` grown to `size`, zero where new."""
+    shape = list(value.shape)
+    shape[axis] = size
+    wide = value.new_zeros(shape)
+    wide.narrow(axis, 0, value.shape[axis]).copy_(value)
+    return wide
