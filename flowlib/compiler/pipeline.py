@@ -27,5 +27,5 @@ def compile_flow(flow: vFlow, spec: Spec) -> Program:
     traced = simplify(traced)
     stages, buffers = partition(traced)
     check_state(traced, spec)
-    source = emit(stages, buffers, spec, title=f"{type(traced.flow).__name__}")
+    source = emit(stages, spec, title=f"{type(traced.flow).__name__}")
     return Program(traced, stages, buffers, source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flowlib.core.formats import FORMAT
-from flowlib.core.op import Block, Inner, literal
+from flowlib.core.op import FLOAT8, Block, Inner, literal
 from flowlib.core.spec import Spec
 
 PROLOGUE = ("i_t", "i_r", "i_b", "i_h", "i_p", "o_p", "m_p", "i_end", "n_pages", "slot")
@@ -28,13 +28,15 @@ class KernelWriter:
         name: of the function.
         spec: the numbers written into it.
         tile: pages per program.
+        imports: names the module must import, by module; added to.
 
     Attributes:
         has_page_axis: whether page numbers are a block, else one number: the written page.
     """
 
-    def __init__(self, name: str, spec: Spec, tile: int) -> None:
+    def __init__(self, name: str, spec: Spec, tile: int, imports: dict[str, set[str]]) -> None:
         self.name = name
+        self.imports = imports
         self.spec = spec
         self.tile = tile
         self.hint = "value"
@@ -46,6 +48,7 @@ class KernelWriter:
         self._offsets: set[int] = set()
         self._upcast: dict[str, str] = {}
         self._varying: set[str] = set()
+        self._scale = ""
 
     # -- what ops may ask (Emitter)
 
@@ -69,6 +72,15 @@ class KernelWriter:
 
     def let(self, expression: str, shape: Inner, *inputs: Block) -> Block:
         return Block(self._assign(self.hint, expression), shape, any(x.paged for x in inputs))
+
+    def call(self, function: str, *arguments: str, results: int = 1) -> list[str]:
+        module, name = function.split(":")
+        self.imports.setdefault(module, set()).add(name)
+        names = []
+        for _ in range(results):
+            names.append(self._free(f"b_{self.hint}_{name.strip('_')}"))
+        self.line(f"{', '.join(names)} = {name}({', '.join(arguments)})")
+        return names
 
     def same(self, expression: str, x: Block) -> Block:
         cast = f"({expression}).to({x.name}.dtype)"
@@ -203,24 +215,52 @@ class KernelWriter:
 
     # -- loads and stores
 
-    def load(self, name: str, address: Address, shape: Inner, paged: bool, dtype: torch.dtype | None) -> Block:
-        """Loads a block; masked lanes hold 0."""
+    def load(
+        self, name: str, address: Address, shape: Inner, paged: bool, dtype: torch.dtype | None, scaled: bool = False
+    ) -> Block:
+        """Loads a block, a scaled float8 summary as bfloat16; masked lanes hold 0."""
         flat = paged and self.has_page_axis and shape[0] == 1 and shape[1] > 1
         place, mask = self._place(name, address, shape, paged, flat)
-        guard = f", mask={mask}, other=0.0" if mask else ""
-        loaded = self._assign(f"{name}_rows" if flat else name, f"tl.load({place}{guard})")
-        known = dtype or torch.float32
+        guard = f", mask={mask}, other={0 if scaled else 0.0}" if mask else ""
+        known, text = dtype or torch.float32, f"tl.load({place}{guard})"
+        if scaled:
+            scale, codes = self.field_scale(), self._assign(f"{name}_codes", text)
+            known, text = torch.bfloat16, f"{self._float8('decode')}({codes}, {scale})"
+        loaded = self._assign(f"{name}_rows" if flat else name, text)
         if not flat:
             return Block(loaded, shape, paged, known, 0.0)
         return Block(self._assign(name, f"{loaded}[:, None, :]"), shape, paged, known, 0.0, loaded)
 
-    def store(self, name: str, address: Address, block: Block, shape: Inner, paged: bool) -> None:
-        """Stores a block, broadcast to `shape`, in the dtype of its destination."""
+    def store(
+        self, name: str, address: Address, block: Block, shape: Inner, paged: bool, rounding: str = ""
+    ) -> None:
+        """Stores a block, broadcast to `shape`, in the dtype of its destination: with a `rounding`, scaled float8."""
         value = self.fp32(block)
         if block.shape != shape or block.paged != paged:
             value = f"tl.broadcast_to({value}, {self._padded_shape(shape, paged)})"
         place, mask = self._place(name, address, shape, paged)
-        self.line(f"tl.store({place}, {value}.to({address[0]}.dtype.element_ty){f', mask={mask}' if mask else ''})")
+        value = self._coded(value, mask, rounding) if rounding else f"{value}.to({address[0]}.dtype.element_ty)"
+        self.line(f"tl.store({place}, {value}{f', mask={mask}' if mask else ''})")
+
+    def field_scale(self) -> str:
+        """The variable that holds the scale of the kv head's float8 summaries."""
+        if not self._scale:
+            self.parameter("p_field_scales")
+            self._scale = self._variable("field_scale", "tl.load(p_field_scales + i_h)")
+        return self._scale
+
+    def _coded(self, value: str, mask: str, rounding: str) -> str:
+        """Text of float8 codes; counts the bounds that are cut."""
+        scale = self.field_scale()
+        if rounding != "nearest":
+            self.parameter("p_saturated")
+            counted = f"tl.where({mask}, {value}, 0.0)" if mask else value
+            self.line(f'{self._float8("count_saturated")}(p_saturated, {counted}, {scale}, "{rounding}")')
+        return f'{self._float8("encode")}({value}, {scale}, "{rounding}")'
+
+    def _float8(self, function: str) -> str:
+        self.imports.setdefault(FLOAT8, set()).add(function)
+        return function
 
     def _place(self, name: str, address: Address, shape: Inner, paged: bool, flat: bool = False) -> tuple[str, str]:
         """Writes the lines of an offset and a mask; returns the pointer expression and the mask's name, if any.
@@ -252,12 +292,16 @@ class KernelWriter:
         return self._variable(f"b_{hint}", expression)
 
     def _variable(self, wanted: str, expression: str) -> str:
+        variable = self._free(wanted)
+        self.line(f"{variable} = {expression}")
+        return variable
+
+    def _free(self, wanted: str) -> str:
         variable, count = wanted, 1
         while variable in self._names:
             count += 1
             variable = f"{wanted}_{count}"
         self._names.add(variable)
-        self.line(f"{variable} = {expression}")
         return variable
 
 

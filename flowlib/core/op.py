@@ -64,6 +64,10 @@ class Emitter(Protocol):
         """Assigns an fp32 expression to a new variable; it is paged if an input is."""
         ...
 
+    def call(self, function: str, *arguments: str, results: int = 1) -> list[str]:
+        """Calls the jitted function ``module:name`` and assigns its results to new variables."""
+        ...
+
     def same(self, expression: str, x: Block) -> Block:
         """Assigns an elementwise expression of `x` that is exact in the dtype of `x` and keeps 0 where it is 0."""
         ...
@@ -302,6 +306,10 @@ class Leaf(Op):
 LEAF = Leaf()
 
 
+FLOAT8 = "flowlib.kernels.scaled_float8"
+"""Where kernels find what :mod:`flowlib.core.float8` is in torch."""
+
+
 class Stored(TileOp):
     """A value as a field holds it: rounded to the field's dtype, or to a scaled float8, whose scale is an input too."""
 
@@ -323,8 +331,8 @@ class Stored(TileOp):
     def emit(self, e: Emitter, x: Block, scale: Block | None = None) -> Block:
         if scale is None:
             return e.let(f"{e.fp32(x)}.to({TRITON_DTYPES[self.dtype]}).to(tl.float32)", x.shape, x)
-        code = f'encode({e.fp32(x)}, {scale.name}, "{self.direction}")'
-        return e.let(f"decode({code}, {scale.name}).to(tl.float32)", x.shape, x)
+        code = e.call(f"{FLOAT8}:encode", e.fp32(x), scale.name, f'"{self.direction}"')[0]
+        return e.let(f"{e.call(f'{FLOAT8}:decode', code, scale.name)[0]}.to(tl.float32)", x.shape, x)
 
 
 TRITON_DTYPES = {

@@ -189,7 +189,7 @@ def launch_attend(
     q: Any, k: Any, v: Any, page_table: Any, seq_lens: Any, pages: Any, lengths: Any, o: Any, lse: Any,
     partial_o: Any = None, partial_lse: Any = None, arrived: Any = None, *,
     num_kv_heads: int, group_size: int, lanes: int, page_size: int, scale: float, k_scale: float, v_scale: float,
-    alibi_slopes: Any = None, num_splits: int = 1, physical: Any = None, pdl: int = 0,
+    alibi_slopes: Any = None, num_splits: int = 1, physical: Any = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Attend to the tokens of every row's page list.
 
@@ -206,7 +206,7 @@ def launch_attend(
             split.
         scale: factor of q . k; k_scale, v_scale: what one unit of stored k and v stands for.
         physical: int32 like pages, the physical pages of the lists; None to look them up in the page table.
-        pdl: programmatic dependent launch, see :mod:`flowlib.kernels.pdl`.
+        pdl: programmatic dependent launch (sm_90 and later).
         alibi_slopes: fp32 ``[H_q]``: adds ``slope * (position - (seq_len - 1))`` to a score.
 
     Slots at or past a row's length are never read, nor is anything of the lists past their lengths.

@@ -140,7 +140,7 @@ def gaussian_tau_kernel(
 
 def launch_gaussian_tau(
     mu: Any, sigma: Any, tau: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int,
-    alpha: float, safety_margin_z: float, excess: float, mixture: bool, pdl: int = 0,
+    alpha: float, safety_margin_z: float, excess: float, mixture: bool, pdl: bool = False,
 ) -> None:  # fmt: skip
     """tau fp32 ``[R, n]`` of page means and deviations mu, sigma fp32 ``[R, n, W]`` over the scored pages.
 

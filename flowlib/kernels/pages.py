@@ -176,7 +176,7 @@ def filter_kernel(
 
 def launch_reduce(
     x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, reduction: str,
-    pdl: int = 0,
+    pdl: bool = False,
 ) -> None:
     """Reduces x fp32 ``[R, n, W]`` over the scored pages into y fp32 ``[R, n]``.
 
@@ -193,7 +193,7 @@ def launch_reduce(
 
 def launch_normalize(
     x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, squared: bool,
-    pdl: int = 0,
+    pdl: bool = False,
 ) -> None:
     """y = x / sum(x), or x / sqrt(sum(x * x)), over the scored pages of fp32 ``[R, n, W]``; reserved pages get 0.
 
@@ -210,7 +210,7 @@ def launch_normalize(
 
 def launch_conv1d(
     x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int,
-    weight: tuple[float, ...], pdl: int = 0,
+    weight: tuple[float, ...], pdl: bool = False,
 ) -> None:  # fmt: skip
     """Cross-correlation of the scored pages of fp32 ``[R, n, W]`` with `weight` around each page; y must not be x.
 
@@ -227,7 +227,7 @@ def launch_conv1d(
 
 def launch_keep_top(
     x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, k: int,
-    pdl: int = 0,
+    pdl: bool = False,
 ) -> None:
     """y = x at the k best scored pages of fp32 ``[R, n, W]``, ties to the lower page, else -inf. y may be x."""
     _launch_filter(x, y, seq_lens, num_kv_heads, page_size, bos, eos, k=k, p=0.0, softmax_scale=None, pdl=pdl)
@@ -235,7 +235,7 @@ def launch_keep_top(
 
 def launch_keep_nucleus(
     x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, p: float,
-    softmax_scale: float | None, pdl: int = 0,
+    softmax_scale: float | None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """y = x at the fewest scored pages of fp32 ``[R, n, W]`` with mass of at least p of the whole, else -inf.
 
@@ -246,7 +246,7 @@ def launch_keep_nucleus(
 
 def _launch_filter(
     x: Any, y: Any, seq_lens: Any, num_kv_heads: int, page_size: int, bos: int, eos: int, *,
-    k: int | None, p: float, softmax_scale: float | None, pdl: int,
+    k: int | None, p: float, softmax_scale: float | None, pdl: bool,
 ) -> None:  # fmt: skip
     rows, planes, width = x.shape
     block, warps = _block(width)

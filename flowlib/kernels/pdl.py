@@ -11,25 +11,16 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-
-WAIT = 1
-"""The kernel starts while the one before it ends."""
-RELEASE = 2
-"""Moreover, the kernel after it may start once all its programs run: good where either grid is small. Else programs of
-the next kernel fill multiprocessors unevenly while this one still runs."""
-
+from triton.language.extra.cuda import gdc_wait
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Waits for the kernels before this one."""
-    if PDL > 0:
+    """Waits for the kernels before this one. The next one may start as soon as this one's programs end: earlier, its
+    programs would fill multiprocessors unevenly while this one still runs."""
+    if PDL:
         gdc_wait()
-    if PDL > 1:
-        gdc_launch_dependents()
 
 
-def options(pdl: int) -> dict[str, Any]:
-    """Launch options of a kernel compiled with ``PDL=pdl``: 0 for an ordinary launch, else WAIT or RELEASE."""
-    return {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": 0}
+def options(pdl: bool) -> dict[str, Any]:
+    """Launch options of a kernel compiled with ``PDL=pdl``."""
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

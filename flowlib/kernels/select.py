@@ -222,7 +222,7 @@ def launch_select(
     scores: Any, seq_lens: Any, pages: Any, lengths: Any, *,
     num_kv_heads: int, lanes: int, page_size: int, bos: int, eos: int, top_k: int, ratio_q16: int, dense_below: int,
     scored: bool, width: int | None = None, page_table: Any = None, physical: Any = None,
-    pdl: int = 0,
+    pdl: bool = False,
 ) -> None:  # fmt: skip
     """Write the page list of every row (or of every query head of a row).
 
@@ -238,7 +238,7 @@ def launch_select(
         width: pages a row can have; ``scores.shape[2]`` where not given, unbounded without scores.
         page_table: int32 ``[bs, width]``, logical to physical pages, and physical: int32 like pages, written with the
             physical pages of the lists (past their lengths it is left alone); both or none.
-        pdl: programmatic dependent launch, see :mod:`flowlib.kernels.pdl`.
+        pdl: programmatic dependent launch (sm_90 and later).
 
     Of equal scores the lower page is taken (-0.0 equals 0.0); NaN and -inf never are. Lists are cut at M entries.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -17,12 +16,16 @@ MIN_DOT = 16
 
 MAX_ELEMENTS = 1 << 20
 """Elements of Triton's largest block."""
+_NARROW = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
+_PARTS = 3
+_VECTOR_COLUMNS = 8  # of the tensor cores' product with one vector: its parts, then zeros
 
 
 class GeMM(TileOp):
     """y · xᵀ per entry: x ``[., Nx, K]``, y ``[., Ny, K]`` -> ``[., Ny, Nx]``.
 
-    Operands in a 16-bit storage dtype go to the tensor cores with fp32 accumulation; fp32 operands stay in full fp32.
+    Operands in a 16-bit storage dtype go to the tensor cores with fp32 accumulation. An fp32 operand beside one is the
+    sum of three 16-bit parts there; two fp32 operands stay in full fp32.
     """
 
     names: ClassVar[tuple[str, ...]] = ("x", "y")
@@ -48,6 +51,8 @@ class GeMM(TileOp):
             swapped = Block("", (x.shape[0], y.shape[0]), x.paged)
             text = self._dot(e, y, x, columns, depth)
             return e.let(f"tl.permute({text}, (0, 2, 1))", shape, swapped)
+        if x.shape[0] == 1 and e.pages(x) == 1 and y.dtype in _NARROW and e.raw(y) and min(rows, depth) >= MIN_DOT:
+            return e.let(self._vector_dot(e, x, y, rows, depth), shape, x, y)
         left, right = e.filled(y, self.identity, 2), e.filled(x, self.identity, 2)
         if x.shape[0] == 1:
             return e.let(f"tl.sum({left} * {right}, axis=2, keep_dims=True)", shape, x, y)
@@ -64,16 +69,49 @@ class GeMM(TileOp):
         return math.prod(1 << (n - 1).bit_length() for n in sizes) if min(x[0], y[0]) > 1 else 0
 
     def _dot(self, e: Emitter, x: Block, y: Block, rows: int, depth: int) -> str:
+        """Rows of `y` times those of `x`, which has no page axis."""
         raw_x, raw_y = e.raw(x), e.raw(y)
-        precision = ""
-        if raw_x is None or raw_y is None or x.dtype != y.dtype or x.dtype is torch.float32:
-            y = replace(y, flat="")
-            raw_x, raw_y = e.filled(x, self.identity, 2), e.filled(y, self.identity, 2)
-            precision = ', input_precision="ieee"'
-        columns = e.padded(x.shape[0])
+        shape = f"[{e.pages(y)}, {e.padded(y.shape[0])}, {e.padded(x.shape[0])}]"
         left = y.flat or f"tl.reshape({raw_y}, [{rows}, {depth}])"
-        right = f"tl.trans(tl.reshape({raw_x}, [{columns}, {depth}]))"
-        return f"tl.reshape(tl.dot({left}, {right}{precision}), [{e.pages(y)}, {e.padded(y.shape[0])}, {columns}])"
+        if raw_x and raw_y and x.dtype == y.dtype and x.dtype in _NARROW:
+            return f"tl.reshape(tl.dot({left}, {self._columns(e, x, raw_x)}), {shape})"
+        if raw_y and y.dtype in _NARROW:
+            narrow = bool(raw_x) and x.dtype in _NARROW
+            parts, unit = self._parts(e, x, y.dtype, 1 if narrow and y.dtype is torch.float16 else _PARTS)
+            text = "tl.dot({}, {})".format(left, self._columns(e, x, parts[-1]))
+            for part in reversed(parts[:-1]):
+                text = f"tl.dot({left}, {self._columns(e, x, part)}, {text})"
+            return f"tl.reshape({text}, {shape}){unit}"
+        left = f"tl.reshape({e.filled(y, self.identity, 2)}, [{rows}, {depth}])"
+        right = self._columns(e, x, e.filled(x, self.identity, 2))
+        return f'tl.reshape(tl.dot({left}, {right}, input_precision="ieee"), {shape})'
+
+    def _vector_dot(self, e: Emitter, x: Block, y: Block, rows: int, depth: int) -> str:
+        """Rows of `y` times one vector, whose parts are columns of one product."""
+        dtype = _NARROW[y.dtype]  # type: ignore[index]
+        value, unit = self._scaled(e, x, y.dtype)
+        (columns,) = e.call("flowlib.kernels.split:parts_in_rows", value, str(_VECTOR_COLUMNS), dtype)
+        left = y.flat or f"tl.reshape({e.raw(y)}, [{rows}, {depth}])"
+        text = f"tl.sum(tl.dot({left}, tl.trans({columns})), axis=1)"
+        return f"tl.reshape({text}, [{e.pages(y)}, {e.padded(y.shape[0])}, 1]){unit}"
+
+    def _parts(self, e: Emitter, x: Block, dtype: torch.dtype | None, count: int) -> tuple[list[str], str]:
+        """Variables of the 16-bit parts of `x`, and what their products must be multiplied by."""
+        value, unit = self._scaled(e, x, dtype)
+        narrow = _NARROW[dtype]  # type: ignore[index]
+        part = "flowlib.kernels.split:part_of"
+        return [e.call(part, value, str(i), narrow)[0] for i in range(count)], unit
+
+    def _scaled(self, e: Emitter, x: Block, dtype: torch.dtype | None) -> tuple[str, str]:
+        """The fp32 `x` brought to the range of fp16 where that is `dtype`, and the text that undoes it."""
+        value = e.filled(x, self.identity, 2)
+        if dtype is not torch.float16:
+            return value, ""
+        value, down = e.call("flowlib.kernels.split:scaled_to_fp16", value, results=2)
+        return value, f" * {down}"
+
+    def _columns(self, e: Emitter, x: Block, value: str) -> str:
+        return f"tl.trans(tl.reshape({value}, [{e.padded(x.shape[0])}, {e.padded(x.shape[1])}]))"
 
 
 class GeMV(GeMM):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flowlib.compiler.emit import HEADER, emit_stage
+from flowlib.compiler.emit import emit
 from flowlib.compiler.load import load_function
 from flowlib.compiler.program import Output, TileStage
 from flowlib.core.context import ContextBase
@@ -183,12 +183,7 @@ class RunContext(ContextBase):
     def _kernel(self, stage: TileStage):  # noqa: ANN202  (a TileKernel; imported late, it needs Triton)
         from flowlib.runtime.execute import TileKernel
 
-        spec = self.spec
-        title = HEADER.format(
-            title="OneOp", page_size=spec.page_size, head_dim=spec.head_dim, group_size=spec.group_size,
-            num_kv_heads=spec.num_kv_heads,
-        )  # fmt: skip
-        return TileKernel(stage, f"{title}\n\n{emit_stage(stage, spec)}", spec)
+        return TileKernel(stage, emit([stage], self.spec, title="OneOp"), self.spec)
 
     # -- one op with a field as its output
 

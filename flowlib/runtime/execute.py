@@ -34,7 +34,7 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def pdl_options(pdl: int) -> dict[str, Any]:
+def pdl_options(pdl: bool) -> dict[str, Any]:
     """Launch options of a generated kernel."""
     return load_function("flowlib.kernels.pdl:options")(pdl)
 
@@ -56,7 +56,7 @@ class TileKernel:
         self.options = {"num_warps": num_warps(stage)}
         self._arguments = [_argument(name) for name in self.kernel.arg_names if name != "PDL"]
 
-    def on_rows(self, tensors: Tensors, batch: Batch, pdl: int = 0, fields: Tensors | None = None) -> None:
+    def on_rows(self, tensors: Tensors, batch: Batch, pdl: bool = False, fields: Tensors | None = None) -> None:
         """Runs it for the scored pages of every row.
 
         `tensors` are q, K, V and buffers by name, `fields` the fields (``None``: they are among `tensors`).
@@ -65,12 +65,12 @@ class TileKernel:
         grid = (batch.size * self.spec.num_kv_heads, max(1, -(-batch.width // self.tile)))
         self._launch(grid, (tensors, tensors if fields is None else fields, step), pdl)
 
-    def on_written(self, tensors: Tensors, loc: torch.Tensor, pdl: int = 0, fields: Tensors | None = None) -> None:
+    def on_written(self, tensors: Tensors, loc: torch.Tensor, pdl: bool = False, fields: Tensors | None = None) -> None:
         """Runs it for the pages whose last slot is in `loc`."""
         grid = (loc.shape[0], self.spec.num_kv_heads)
         self._launch(grid, (tensors, tensors if fields is None else fields, {"loc": loc}), pdl)
 
-    def _launch(self, grid: tuple[int, int], given: Given, pdl: int) -> None:
+    def _launch(self, grid: tuple[int, int], given: Given, pdl: bool) -> None:
         self.kernel[grid](*(find(given) for find in self._arguments), **self.options, **pdl_options(pdl))
 
 
@@ -134,7 +134,7 @@ class Executor:
             physical=out.workspace["physical"], pdl=pdl,
         )  # fmt: skip
 
-    def _segment(self, stage: SegmentStage, out: StepOutput, batch: Batch, pdl: int) -> None:
+    def _segment(self, stage: SegmentStage, out: StepOutput, batch: Batch, pdl: bool) -> None:
         spec = self.plan.spec
         self.segments[stage.name](
             *(out.workspace[source].flatten(1, 2) for source in stage.sources), self._target(stage, out),
@@ -154,7 +154,7 @@ class Executor:
         spec = self.plan.spec
         self.attend(
             q, store.k, store.v, batch.page_table, batch.seq_lens, out.pages, out.lengths, out.o, out.lse,
-            *_partials(out), out.workspace.get("arrived"), num_kv_heads=spec.num_kv_heads,
+            *_partials(out), out.arrived, num_kv_heads=spec.num_kv_heads,
             group_size=spec.group_size, lanes=out.pages.shape[1] // spec.num_kv_heads, page_size=spec.page_size,
             scale=spec.softmax_scale, k_scale=spec.k_scale, v_scale=spec.v_scale,
             alibi_slopes=out.workspace.get("alibi_slopes"), num_splits=out.num_splits,

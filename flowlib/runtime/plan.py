@@ -31,6 +31,7 @@ class StepOutput:
         raw_scores: fp32 ``[rows * H_kv, lanes, W]``, meaningful at scored pages only; ``None`` where nothing is scored.
         workspace: buffers between the kernels, by name.
         num_splits: programs that share one page list.
+        arrived: int32, counts them off; zero before and after a step.
     """
 
     spec: Spec
@@ -42,6 +43,7 @@ class StepOutput:
     seq_lens: torch.Tensor | None = None
     workspace: dict[str, torch.Tensor] = field(default_factory=dict)
     num_splits: int = 1
+    arrived: torch.Tensor | None = None
 
     @property
     def scores(self) -> torch.Tensor | None:
@@ -210,7 +212,6 @@ class Plan:
         if partials:
             work["partial_o"] = empty(partials * spec.num_heads * spec.dv)
             work["partial_lse"] = empty(partials * spec.num_heads)
-            work["arrived"] = torch.zeros(rows * spec.num_heads, dtype=torch.int32, device=device)
         if spec.alibi_slopes is not None:
             work["alibi_slopes"] = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)
         whole = StepOutput(
@@ -220,6 +221,7 @@ class Plan:
             pages=empty(rows, lists, self.max_selected, dtype=torch.int32),
             lengths=empty(rows, lists, dtype=torch.int32),
             workspace=work,
+            arrived=torch.zeros(rows * spec.num_heads, dtype=torch.int32, device=device) if partials else None,
         )
         return self.narrowed(whole, rows)
 
@@ -241,6 +243,7 @@ class Plan:
             raw_scores=work[scored].flatten(1, 2) if scored in work else None,
             workspace=work,
             num_splits=splits,
+            arrived=whole.arrived,
         )
 
     def _splits(self, rows: int) -> int:

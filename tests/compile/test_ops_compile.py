@@ -5,7 +5,7 @@ import torch
 
 import flowlib
 from flowlib import FORMAT
-from flowlib.compiler.emit import HEADER, emit_stage
+from flowlib.compiler.emit import emit
 from flowlib.compiler.program import Output, TileStage
 from flowlib.core.graph import Node
 from flowlib.core.op import LEAF
@@ -22,7 +22,6 @@ B, R, P = FORMAT.BATCHED, FORMAT.RAGGED, FORMAT.PAGED
 FORMATS = {1: [(P,), (R,), (B,)], 2: [(B, P), (P, R), (R, B), (B, B)]}
 SPILLS = {"GeMM": 1024}
 """Bytes a thread may spill where it is more than 16: two operands that both change from page to page."""
-SIZES = ("page_size", "head_dim", "group_size", "num_kv_heads")
 
 
 def one_op(op, shapes, formats, dtype: torch.dtype, spec: flowlib.Spec) -> TileKernel:
@@ -33,8 +32,7 @@ def one_op(op, shapes, formats, dtype: torch.dtype, spec: flowlib.Spec) -> TileK
     rows = all(f is B for f in formats)
     node = Node(op, leaves, B if rows else R, op.infer(*shapes))
     stage = TileStage("one_op", (Output(node, "y", "rows" if rows else "entries"),))
-    header = HEADER.format(title="OneOp", **{n: getattr(spec, n) for n in SIZES})
-    return TileKernel(stage, f"{header}\n\n{emit_stage(stage, spec)}", spec)
+    return TileKernel(stage, emit([stage], spec, title="OneOp"), spec)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

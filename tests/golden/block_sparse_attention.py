@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from flowlib.kernels.pdl import begin
+from flowlib.kernels.split import parts_in_rows
 
 
 @triton.jit
@@ -76,8 +77,8 @@ def score(
     m_centroid = m_p[:, None]
     b_centroid_rows = tl.load(f_centroid + o_centroid, mask=m_centroid, other=0.0)
     b_centroid = b_centroid_rows[:, None, :]
-    b_centroid_f32 = b_centroid.to(tl.float32)
-    b_gemv = tl.sum(b_centroid_f32 * b_mean, axis=2, keep_dims=True)
+    b_gemv_parts_in_rows = parts_in_rows(b_mean, 8, tl.bfloat16)
+    b_gemv = tl.reshape(tl.sum(tl.dot(b_centroid_rows, tl.trans(b_gemv_parts_in_rows)), axis=1), [64, 1, 1])
     # scores [64, 1, 1]
     o_scores = i_r * s_scores_r + o_p[:, None, None]
     m_scores = m_p[:, None, None]

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from flowlib.kernels.pdl import begin
+from flowlib.kernels.split import parts_in_rows, scaled_to_fp16
 
 
 @triton.jit
@@ -82,18 +83,20 @@ def before_keepnucleus(
     m_k_max = m_p[:, None]
     b_k_max_rows = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0.0)
     b_k_max = b_k_max_rows[:, None, :]
-    b_k_max_f32 = b_k_max.to(tl.float32)
     b_positivepart_f32 = b_positivepart.to(tl.float32)
-    b_gemm = tl.sum(b_k_max_f32 * b_positivepart_f32, axis=2, keep_dims=True)
+    b_gemm_scaled_to_fp16, b_gemm_scaled_to_fp16_2 = scaled_to_fp16(b_positivepart_f32)
+    b_gemm_parts_in_rows = parts_in_rows(b_gemm_scaled_to_fp16, 8, tl.float16)
+    b_gemm = tl.reshape(tl.sum(tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows)), axis=1), [32, 1, 1]) * b_gemm_scaled_to_fp16_2
     b_negativepart = (tl.where(b_q < 0, b_q, 0.0)).to(b_q.dtype)
     # k_min [32, 128]
     o_k_min = ((i_page * 4 + i_h) * 128)[:, None] + a_128[None, :]
     m_k_min = m_p[:, None]
     b_k_min_rows = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0.0)
     b_k_min = b_k_min_rows[:, None, :]
-    b_k_min_f32 = b_k_min.to(tl.float32)
     b_negativepart_f32 = b_negativepart.to(tl.float32)
-    b_gemm_2 = tl.sum(b_k_min_f32 * b_negativepart_f32, axis=2, keep_dims=True)
+    b_gemm_scaled_to_fp16_3, b_gemm_scaled_to_fp16_4 = scaled_to_fp16(b_negativepart_f32)
+    b_gemm_parts_in_rows_2 = parts_in_rows(b_gemm_scaled_to_fp16_3, 8, tl.float16)
+    b_gemm_2 = tl.reshape(tl.sum(tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2)), axis=1), [32, 1, 1]) * b_gemm_scaled_to_fp16_4
     b_add = b_gemm + b_gemm_2
     b_max = tl.where(b_add == b_add, b_add, float("-inf"))
     b_max_2 = tl.max(b_max, axis=1, keep_dims=True)
