@@ -49,7 +49,7 @@ def gather_latent_kernel(
 def launch_gather(
     cache: Any, table: Any, cu_seq_lens: Any, token_to_seq: Any, out: Any, n_tokens: int, starts: Any = None
 ) -> None:
-    """``out[t] = cache[table[b, p // page], p % page]``, ``b = token_to_seq[t]``, ``p = t - cu_seq_lens[b] + starts[b]``
+    """``out[t] = cache[table[b, p // page], p % page]``: ``b = token_to_seq[t]``, ``p = t - cu_seq_lens[b] + start[b]``
 
     Args:
         cache: ``[pages, page, D]``, any strides and dtype; out ``[rows, D]`` of the same dtype, any strides.

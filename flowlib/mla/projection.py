@@ -43,7 +43,8 @@ def up_projection(weight: torch.Tensor, num_heads: int, v_head_dim: int = 128) -
     def project(latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if latent.shape[-1] < rank:
             raise OptionError(f"{what}: latent rows have {latent.shape[-1]} values, the weight needs {rank} and rope")
-        both = (latent[:, :rank].to(weight.dtype) @ weight).to(latent.dtype).view(len(latent), num_heads, -1)
+        both = (latent[:, :rank].to(weight.dtype) @ weight).to(latent.dtype)
+        both = both.view(len(latent), num_heads, nope + v_head_dim)
         rope = latent[:, None, rank:].expand(-1, num_heads, -1)
         return torch.cat((both[..., :nope], rope), -1), both[..., nope:]
 
