@@ -142,7 +142,7 @@ def _sparsemax(d: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     sums = ordered.cumsum(-1)
     size = (1.0 + j * ordered > sums).sum(-1, keepdim=True).clamp(min=1)
     tau = (sums.gather(-1, size - 1) - 1.0) / size
-    return (d - tau).clamp(min=0.0), -tau.squeeze(-1)
+    return _settled(d - tau, tau, 1)
 
 
 def _root(d: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +159,18 @@ def _root(d: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     taus = mean - ((1.0 - spread).clamp(min=0.0) / j).sqrt()
     size = (taus <= ordered).sum(-1, keepdim=True).clamp(min=1)
     tau = taus.gather(-1, size - 1)
-    return (z - tau).clamp(min=0.0) ** 2, -tau.squeeze(-1)
+    return _settled(z - tau, tau, 2)
+
+
+def _settled(x: torch.Tensor, tau: torch.Tensor, beta: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """max(x, 0)^beta and −tau after one more Newton step.
+
+    The step is added to x = z − tau: over many tokens of little mass it is smaller than tau can tell.
+    """
+    positive = x.clamp(min=0.0)
+    slope = (x > 0).sum(-1, keepdim=True) if beta == 1 else 2.0 * positive.sum(-1, keepdim=True)
+    step = (1.0 - (positive**beta).sum(-1, keepdim=True)) / slope
+    return (x + step).clamp(min=0.0) ** beta, (step - tau).squeeze(-1)
 
 
 def _sorted(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,11 +199,14 @@ def _iterate(d: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
         u = following
         if not bool(moved.any()):
             break
-    return (_log_x(d, a, u) / a).exp(), (a * u).exp().squeeze(-1)
+    logs = _log_x(d, a, u)
+    mass, slope = ((logs * power).exp().sum(-1, keepdim=True) for power in (1.0 / a, 1.0 / a - 1.0))
+    step = a * (1.0 - mass) / slope  # as in _settled
+    return (_log_x(d, a, u, step) / a).exp(), ((a * u).exp() + step).squeeze(-1)
 
 
-def _log_x(d: torch.Tensor, a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """log of x = exp(a·u) + a·d, -inf where x <= 0; near 1 by log1p, which keeps the digits of a small alpha − 1."""
-    above = (a * u).expm1() + a * d
-    x = ((a * u).exp() + a * d).clamp(min=0.0)
+def _log_x(d: torch.Tensor, a: torch.Tensor, u: torch.Tensor, step: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """log of x = exp(a·u) + a·d + step, -inf where x <= 0; near 1 by log1p, to keep the digits of a small alpha − 1."""
+    above = (a * u).expm1() + a * d + step
+    x = ((a * u).exp() + a * d + step).clamp(min=0.0)
     return torch.where(above > -0.5, above.clamp(min=-0.5).log1p(), x.log())
