@@ -158,7 +158,8 @@ def slopes_of(what: str, alibi_slopes: object, heads: int, like: torch.Tensor) -
     if not isinstance(alibi_slopes, torch.Tensor):
         if not isinstance(alibi_slopes, Sequence):
             raise FormatError(f"{what}: alibi_slopes is {type(alibi_slopes).__name__}, expected a floating tensor")
-        alibi_slopes = torch.tensor([number(what, "a slope", s, "a finite number") for s in alibi_slopes])
+        values = [number(what, "a value of alibi_slopes", s, "a finite number") for s in alibi_slopes]
+        alibi_slopes = torch.tensor(values, dtype=torch.float64)
     floating(what, "alibi_slopes", alibi_slopes)
     if tuple(alibi_slopes.shape) != (heads,):
         raise ShapeError(

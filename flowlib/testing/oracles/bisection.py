@@ -68,7 +68,7 @@ def attention_scores(
     """
     heads, size = q.shape
     tokens = k.shape[0]
-    place = torch.arange(tokens) if positions is None else torch.tensor(list(positions))
+    place = torch.tensor(list(range(tokens) if positions is None else positions), dtype=torch.float64)
     s = torch.zeros(heads, tokens, dtype=torch.float64)
     for h in range(heads):
         keys = k[:, h // (heads // k.shape[1])].double()
