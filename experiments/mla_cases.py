@@ -155,6 +155,7 @@ class Problem:
         cache: ``[pages, page, 576]``, NaN wherever no context is.
         block_table: int32, reverse-interleaved; no page at all past a request's context.
         weight: float64 ``[512, H * 256]``.
+        whole: float64 keys and values of all tokens of each request, on the CPU.
         truth, truth_lse: float64 on the CPU, one causal attention over everything.
     """
 
@@ -165,6 +166,7 @@ class Problem:
     cache: torch.Tensor
     block_table: torch.Tensor
     weight: torch.Tensor
+    whole: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     truth: torch.Tensor
     truth_lse: torch.Tensor
 
@@ -172,6 +174,16 @@ class Problem:
         """Keys and values of latent rows, in their dtype."""
         k, v = projected(self.case, self.weight, latent)
         return k.to(latent.dtype), v.to(latent.dtype)
+
+    def tolerance(self) -> torch.Tensor:
+        """How far each output may be: weights and outputs are rounded to the case's dtype once, and twice that.
+
+        Rounding the weights of Σ p·v to unit roundoff u moves it by at most u·Σ p·|v|, rounding the result by u·|o|.
+        """
+        absolute = [(k, v.abs()) for k, v in self.whole]
+        q = self.q.cpu().double().split(list(self.case.queries))
+        spread, _ = causal_attention(q, absolute, self.case.sizes.scale)
+        return torch.finfo(self.case.dtype).eps * (spread + self.truth.abs()) + 1e-6
 
     def error(self, out: torch.Tensor) -> float:
         """Largest distance from the truth; inf where a NaN is."""
@@ -202,11 +214,11 @@ def problem(case: Case, device: str = "cpu", dtype: torch.dtype | None = None) -
             rows = latents[i][p * page : min((p + 1) * page, context)]
             cache[int(table[i, p]), : len(rows)] = rows
     q = case.rounded(lcg(4242, sum(case.queries), case.heads, sizes.key))
-    whole = [projected(case, weight, rows) for rows in latents]
+    whole = tuple(projected(case, weight, rows) for rows in latents)
     truth, truth_lse = causal_attention(q.split(list(case.queries)), whole, sizes.scale)
     k, v = (torch.cat([pair[i][c:] for pair, c in zip(whole, case.context, strict=True)]) for i in (0, 1))
     q, k, v, cache = (x.to(device, dtype or case.dtype) for x in (q, k, v, cache))
-    return Problem(case, q, k, v, cache, table.to(device), weight.to(device), truth, truth_lse)
+    return Problem(case, q, k, v, cache, table.to(device), weight.to(device), whole, truth, truth_lse)
 
 
 def causal_attention(
