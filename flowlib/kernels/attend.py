@@ -25,30 +25,37 @@ _LOW_PRECISION = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16}
 
 
 @triton.jit
-def _merged(
-    p_partial, p_lse, o_v0, o_v1, m_g, m_0, m_1, b_o0, b_o1, n_splits,
-    DV: tl.constexpr, DV1: tl.constexpr,
+def _merge(
+    p_partial_o, p_partial_lse, p_o, p_lse, i_b, i_hq, n_heads, n_splits, s_o_b, s_o_h, s_lse_b, s_lse_h,
+    HQ: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """(lse, o0, o1) of all splits of a list, in the order of the splits whichever came last."""
-    b_top = tl.full(m_g.shape, float("-inf"), tl.float32)
-    for i_s in tl.range(0, n_splits):
-        b_top = tl.maximum(b_top, tl.load(p_lse + i_s, mask=m_g, other=float("-inf")))
-    b_safe = tl.where(b_top == float("-inf"), 0.0, b_top)
-    b_total = tl.zeros(m_g.shape, tl.float32)
-    b_o0 = tl.zeros_like(b_o0)
-    b_o1 = tl.zeros_like(b_o1)
-    for i_s in tl.range(0, n_splits, loop_unroll_factor=4 if DV <= 128 else 1):
-        # [BH]
-        b_w = tl.exp(tl.load(p_lse + i_s, mask=m_g, other=float("-inf")) - b_safe)
-        b_total += b_w
-        # [BH, DV0]
-        b_o0 += b_w[:, None] * tl.load(p_partial + i_s * DV + o_v0[None, :], mask=m_0, other=0.0)
-        if DV1 > 0:
-            # [BH, DV1]
-            b_o1 += b_w[:, None] * tl.load(p_partial + i_s * DV + o_v1[None, :], mask=m_1, other=0.0)
+    """Store the attention of `n_heads` query heads from that of all splits, added in the order of the splits."""
+    o_g, o_s = tl.arange(0, BG), tl.arange(0, BS)
+    m_g = o_g < n_heads
+    p_partial_lse += (i_b * HQ + i_hq + o_g) * n_splits
+    # [BG, BS]
+    b_lse = tl.load(
+        p_partial_lse[:, None] + o_s[None, :], mask=m_g[:, None] & (o_s < n_splits)[None, :], other=float("-inf")
+    )
+    b_top = tl.max(b_lse, 1)
+    b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_total = tl.sum(tl.exp(b_lse - b_top[:, None]), 1)
     b_norm = 1.0 / tl.where(b_total == 0.0, 1.0, b_total)
+    p_partial_o += ((i_b * HQ + i_hq + o_g) * n_splits * DV)[:, None]
+    p_o += i_b * s_o_b + (i_hq + o_g)[:, None] * s_o_h
+    for i_part in tl.static_range(2 if DV1 > 0 else 1):
+        WIDTH: tl.constexpr = DV1 if i_part else DV0
+        o_v = (DV0 if i_part else 0) + tl.arange(0, WIDTH)
+        m_v = m_g[:, None] & (o_v < DV)[None, :]
+        b_o = tl.zeros((BG, WIDTH), tl.float32)
+        for i_s in tl.range(0, n_splits, loop_unroll_factor=4 if BG * WIDTH <= 1024 else 1):
+            # [BG]
+            b_w = tl.exp(tl.load(p_partial_lse + i_s, mask=m_g, other=float("-inf")) - b_top)
+            # [BG, WIDTH]
+            b_o += b_w[:, None] * tl.load(p_partial_o + i_s * DV + o_v[None, :], mask=m_v, other=0.0)
+        tl.store(p_o + o_v[None, :], (b_o * b_norm[:, None]).to(p_o.dtype.element_ty), mask=m_v)
     b_lse = tl.where(b_total == 0.0, float("-inf"), b_top + tl.log(b_total))
-    return b_lse, b_o0 * b_norm[:, None], b_o1 * b_norm[:, None]
+    tl.store(p_lse + i_b * s_lse_b + (i_hq + o_g) * s_lse_h, b_lse, mask=m_g)
 
 
 @triton.jit
@@ -59,7 +66,7 @@ def attend_kernel(
     H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     QK_TYPE: tl.constexpr, PV_TYPE: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
-    SPLIT: tl.constexpr, PHYSICAL: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, PHYSICAL: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_tiles: tl.constexpr = (HEADS + BH - 1) // BH
     i_list, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
@@ -148,29 +155,27 @@ def attend_kernel(
     b_lse = tl.where(b_sum == 0.0, float("-inf"), (b_max + tl.log2(b_sum)) * 0.6931471805599453)
     m_0 = m_g[:, None] & (o_v0 < DV)[None, :]
     m_1 = m_g[:, None] & (o_v1 < DV)[None, :]
-    p_o += i_b * s_o_b + o_hq[:, None] * s_o_h
-    p_lse += i_b * s_lse_b + o_hq * s_lse_h
-    last_one = True
-    if SPLIT:
-        o_row = (i_b * (H * G) + o_hq) * n_splits
-        p_partial = p_partial_o + o_row[:, None] * DV
-        tl.store(p_partial + i_split * DV + o_v0[None, :], b_o0, mask=m_0)
-        if DV1 > 0:
-            tl.store(p_partial + i_split * DV + o_v1[None, :], b_o1, mask=m_1)
-        tl.store(p_partial_lse + o_row + i_split, b_lse, mask=m_g)
-        tl.debug_barrier()  # the other warps' stores come before the count of one
-        p_arrived += i_list * n_tiles + i_tile
-        last_one = tl.atomic_add(p_arrived, 1, sem="acq_rel") == n_splits - 1
-        if last_one:
-            tl.store(p_arrived, 0)
-            b_lse, b_o0, b_o1 = _merged(
-                p_partial, p_partial_lse + o_row, o_v0, o_v1, m_g, m_0, m_1, b_o0, b_o1, n_splits, DV, DV1
-            )
-    if last_one:
+    if not SPLIT:
+        p_o += i_b * s_o_b + o_hq[:, None] * s_o_h
         tl.store(p_o + o_v0[None, :], b_o0.to(p_o.dtype.element_ty), mask=m_0)
         if DV1 > 0:
             tl.store(p_o + o_v1[None, :], b_o1.to(p_o.dtype.element_ty), mask=m_1)
-        tl.store(p_lse, b_lse, mask=m_g)
+        tl.store(p_lse + i_b * s_lse_b + o_hq * s_lse_h, b_lse, mask=m_g)
+    else:
+        o_row = (i_b * (H * G) + o_hq) * n_splits + i_split
+        tl.store(p_partial_o + o_row[:, None] * DV + o_v0[None, :], b_o0, mask=m_0)
+        if DV1 > 0:
+            tl.store(p_partial_o + o_row[:, None] * DV + o_v1[None, :], b_o1, mask=m_1)
+        tl.store(p_partial_lse + o_row, b_lse, mask=m_g)
+        tl.debug_barrier()  # the other warps' stores come before the count of one
+        p_arrived += i_list * n_tiles + i_tile
+        if tl.atomic_add(p_arrived, 1, sem="acq_rel") == n_splits - 1:
+            tl.store(p_arrived, 0)
+            _merge(
+                p_partial_o, p_partial_lse, p_o, p_lse, i_b, i_h * G + i_lane + i_tile * BH,
+                tl.minimum(HEADS - i_tile * BH, BH), n_splits, s_o_b, s_o_h, s_lse_b, s_lse_h,
+                H * G, DV, DV0, DV1, BG, BS,
+            )  # fmt: skip
 
 
 def num_splits(max_selected_pages: int, page_size: int, rows: int) -> int:
@@ -224,7 +229,8 @@ def launch_attend(
         page_table.stride(0), page_table.shape[1], pages.shape[-1],
         H=num_kv_heads, G=group_size, LANES=lanes, PAGE=page_size, D=head_dim, D0=d0, D1=d1, DV=v_head_dim, DV0=dv0,
         DV1=dv1, QK_TYPE=qk_type, PV_TYPE=pv_type, HEADS=heads, BH=_HEAD_TILE, BT=block,
-        SPLIT=num_splits > 1, PHYSICAL=physical is not None, WHOLE=block % page_size == 0,
+        SPLIT=num_splits > 1, BG=min(_HEAD_TILE, triton.next_power_of_2(heads)),
+        BS=triton.next_power_of_2(num_splits), PHYSICAL=physical is not None, WHOLE=block % page_size == 0,
         num_warps=warps, num_stages=stages, **options(pdl),
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Page selection: the budget's best scored pages and the reserved pages of every list, ascending. One program a list.
 
-The k-th highest score is found by counting keys (scores as integers that order as they do) above the middle of two
-bounds, so the result is exact and the same on every run. Rows of up to ``_REGISTER_WIDTH`` pages stay in registers;
-wider ones are read in each round.
+The k-th highest score is found by counting the scores above the middle of two bounds, first as numbers, then as integers
+that order as they do, so the result is exact and the same on every run. Rows of up to ``_REGISTER_WIDTH`` pages stay in
+registers; wider ones are read in each round.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from flowlib.kernels.pdl import begin, options
 _REGISTER_WIDTH = 16384  # at most 32767: two counts share an int32
 _NARROW_WIDTH = 2048  # rows of at most so many pages are searched in blocks of this size, whatever the table's width
 _LOOP_BLOCK = 8192
-_VALUE_ROUNDS = tl.constexpr(24)
+_FILL_BLOCK = tl.constexpr(128)
+_EARLY_WIDTH = tl.constexpr(2048)
+_VALUE_ROUNDS = tl.constexpr(32)
+_VECTOR = tl.constexpr(16)
 _KEYS_PER_THREAD = 32
 
 
@@ -31,19 +34,28 @@ def _key_of(b_s):
 
 @triton.jit
 def _value_of(b_key):
-    """The fp32 value of a key."""
+    """The fp32 value of a key; NaN of the largest."""
     b_i = (b_key ^ 0x80000000).to(tl.int32, bitcast=True)
     return tl.where(b_i < 0, b_i ^ 0x7FFFFFFF, b_i).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _keys(p_scores, o_w, s_page, first, last):
-    """uint32 keys that order as the scores do; 0 for pages outside [first, last), for NaN and for -inf."""
+def _scores(p_scores, o_w, s_page, first, last, VECTORS: tl.constexpr):
+    """Scores; -inf for NaN and for pages outside [first, last)."""
     m_scored = (o_w >= first) & (o_w < last)
     # [BW]
-    b_s = tl.load(p_scores + o_w.to(tl.int64) * s_page, mask=m_scored, other=float("-inf"))
-    m_scored = m_scored & (b_s > float("-inf"))
-    return tl.where(m_scored, _key_of(b_s), 0)
+    if VECTORS:  # what lies between the row's last page and the next multiple of a vector can be read
+        b_s = tl.load(p_scores + o_w, mask=o_w < tl.cdiv(last, _VECTOR) * _VECTOR, other=float("-inf"))
+    else:
+        b_s = tl.load(p_scores + o_w.to(tl.int64) * s_page, mask=m_scored, other=float("-inf"))
+    return tl.where(m_scored & (b_s == b_s), b_s, float("-inf"))
+
+
+@triton.jit
+def _keys(p_scores, o_w, s_page, first, last):
+    """uint32 keys that order as the scores do; 0 where nothing can be selected."""
+    b_s = _scores(p_scores, o_w, s_page, first, last, False)
+    return tl.where(b_s > float("-inf"), _key_of(b_s), 0)
 
 
 @triton.jit
@@ -55,37 +67,64 @@ def _put(p_pages, p_physical, p_table, o_slot, o_page, m_put, PHYSICAL: tl.const
 
 
 @triton.jit
-def _write_range(p_pages, p_physical, p_table, length, head, gap, M, PHYSICAL: tl.constexpr, BW: tl.constexpr):
-    """Write pages 0..length-1, those from `head` on moved up by `gap`, then -1."""
-    for o in tl.range(0, M, BW):
-        o_w = o + tl.arange(0, BW)
-        b_page = tl.where(o_w < head, o_w, o_w + gap)
-        _put(p_pages, p_physical, p_table, o_w, b_page, o_w < tl.minimum(length, M), PHYSICAL)
+def _fill_rest(p_pages, length, M):
+    """-1 past the list."""
+    for o in tl.range(length // _FILL_BLOCK * _FILL_BLOCK, M, _FILL_BLOCK):
+        o_w = o + tl.arange(0, _FILL_BLOCK)
         tl.store(p_pages + o_w, -1, mask=(o_w >= length) & (o_w < M))
 
 
 @triton.jit
-def _threshold_in_registers(b_key, budget):
-    """(threshold, number of keys above it, how many keys equal to it to take)."""
-    count = tl.sum((b_key > 0).to(tl.int32))
+def _write_range(p_pages, p_physical, p_table, length, head, gap, M, PHYSICAL: tl.constexpr, BW: tl.constexpr):
+    """Write pages 0..length-1, those from `head` on moved up by `gap`, then -1."""
+    for o in tl.range(0, tl.minimum(length, M), BW):
+        o_w = o + tl.arange(0, BW)
+        b_page = tl.where(o_w < head, o_w, o_w + gap)
+        _put(p_pages, p_physical, p_table, o_w, b_page, o_w < tl.minimum(length, M), PHYSICAL)
+    _fill_rest(p_pages, length, M)
+
+
+@triton.jit
+def _threshold_in_registers(b_s, m_scored, scored, budget):
+    """(threshold, scores equal to it to take, scores taken); what lies above the threshold is taken as well.
+
+    Args:
+        b_s: scores, -inf where nothing can be selected.
+        m_scored: mask of the scored pages; scored: how many they are.
+        budget: most scores to take.
+    """
+    count = scored
+    low_value = tl.min(tl.where(m_scored, b_s, float("inf")))
+    if low_value == float("-inf"):
+        count = tl.sum((b_s > float("-inf")).to(tl.int32))
+        low_value = tl.min(tl.where(b_s > float("-inf"), b_s, float("inf")))
+    high_value = tl.max(b_s)
     budget = tl.minimum(count, budget)
-    low = tl.min(tl.where(b_key > 0, b_key, 0xFFFFFFFF))
-    span = tl.max(b_key) - low + 1
-    # keys >= low are `count`, at least the budget; keys >= low + span are less. Halving the values rather than the keys
-    # reaches a probe that hits the budget sooner where scores change sign; halving the keys ends it in any case.
+    # `count` scores are >= low, at least the budget; `above`, fewer, are >= high (at first: > high)
+    above = tl.zeros((), tl.int32)
     i_round = tl.zeros((), tl.int32)
-    while (span > 1) & (count != budget) & (budget > 0):
-        half = _key_of(0.5 * _value_of(low) + 0.5 * _value_of(low + span)) - low
-        half = tl.where(i_round < _VALUE_ROUNDS, half, span >> 1)
-        half = tl.minimum(tl.maximum(half, 1), span - 1)
-        above = tl.sum((b_key >= low + half).to(tl.int32))
-        up = above >= budget
+    middle = 0.5 * low_value + 0.5 * high_value
+    while (count != budget) & (middle > low_value) & (middle < high_value) & (i_round < _VALUE_ROUNDS):
+        n = tl.sum((b_s >= middle).to(tl.int32))
+        up = n >= budget
+        low_value = tl.where(up, middle, low_value)
+        high_value = tl.where(up, high_value, middle)
+        count = tl.where(up, n, count)
+        above = tl.where(up, above, n)
+        middle = 0.5 * low_value + 0.5 * high_value
+        i_round += 1
+    low = _key_of(low_value)
+    span = _key_of(high_value) - low + (above == 0).to(tl.uint32)
+    while (count != budget) & (span > 1):
+        half = span >> 1
+        n = tl.sum(((b_s > float("-inf")) & (_key_of(b_s) >= low + half)).to(tl.int32))
+        up = n >= budget
         low = tl.where(up, low + half, low)
         span = tl.where(up, span - half, half)
-        count = tl.where(up, above, count)
-        i_round += 1
+        count = tl.where(up, n, count)
+        above = tl.where(up, above, n)
     low = tl.where(budget > 0, low, 0xFFFFFFFF)
-    return low, budget - tl.sum((b_key > low).to(tl.int32))
+    return _value_of(low), tl.where(count == budget, budget, budget - above), budget
 
 
 @triton.jit
@@ -116,56 +155,56 @@ def _threshold_in_loop(p_scores, s_page, first, last, budget, BW: tl.constexpr):
     for o in tl.range(0, last, BW):
         b_key = _keys(p_scores, o + tl.arange(0, BW), s_page, first, last)
         above += tl.sum((b_key > threshold).to(tl.int32))
-    return threshold, budget - above
+    return _value_of(tl.where(budget > 0, threshold, 0xFFFFFFFF)), budget - above, budget
 
 
 @triton.jit
-def _compact(
-    p_pages, p_physical, p_table, b_key, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied, M,
-    PHYSICAL: tl.constexpr,
-):  # fmt: skip
-    """Store the chosen pages of one block in ascending order; returns the two running counts."""
-    m_reserved = (o_w < n_pages) & ((o_w < first) | (o_w >= last))
-    m_sure = m_reserved | (b_key > threshold)
-    m_tied = (b_key == threshold) & (b_key > 0)
+def _compacted(b_s, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied):
+    """(mask of the chosen pages of one block, their slots, masks of the sure and the tied ones)."""
+    m_sure = ((o_w < n_pages) & ((o_w < first) | (o_w >= last))) | (b_s > threshold)
+    m_tied = b_s == threshold
     b_both = m_sure.to(tl.int32) + (m_tied.to(tl.int32) << 16)
     b_before = tl.cumsum(b_both, 0) - b_both
     b_sure = n_sure + (b_before & 0xFFFF)
     b_tied = n_tied + (b_before >> 16)
-    b_slot = b_sure + tl.minimum(b_tied, ties)
-    m_take = m_sure | (m_tied & (b_tied < ties))
-    _put(p_pages, p_physical, p_table, b_slot, o_w, m_take & (b_slot < M), PHYSICAL)
-    return n_sure + tl.sum(m_sure.to(tl.int32)), n_tied + tl.sum(m_tied.to(tl.int32))
+    return m_sure | (m_tied & (b_tied < ties)), b_sure + tl.minimum(b_tied, ties), m_sure, m_tied
 
 
 @triton.jit
 def _write_best(
     p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M,
-    PHYSICAL: tl.constexpr, LOOP: tl.constexpr, BW: tl.constexpr,
+    PHYSICAL: tl.constexpr, VECTORS: tl.constexpr, LOOP: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Write the reserved pages and the best `budget` scored ones; returns the length of the list."""
-    n_sure = tl.zeros((), tl.int32)
-    n_tied = tl.zeros((), tl.int32)
     if LOOP:
-        threshold, ties = _threshold_in_loop(p_scores, s_page, first, last, budget, BW)
+        threshold, ties, taken = _threshold_in_loop(p_scores, s_page, first, last, budget, BW)
+        n_sure = tl.zeros((), tl.int32)
+        n_tied = tl.zeros((), tl.int32)
         for o in tl.range(0, n_pages, BW):
             o_w = o + tl.arange(0, BW)
-            b_key = _keys(p_scores, o_w, s_page, first, last)
-            n_sure, n_tied = _compact(
-                p_pages, p_physical, p_table, b_key, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied, M,
-                PHYSICAL,
-            )  # fmt: skip
+            b_s = _scores(p_scores, o_w, s_page, first, last, False)
+            m_take, b_slot, m_sure, m_tied = _compacted(
+                b_s, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied
+            )
+            _put(p_pages, p_physical, p_table, b_slot, o_w, m_take & (b_slot < M), PHYSICAL)
+            n_sure += tl.sum(m_sure.to(tl.int32))
+            n_tied += tl.sum(m_tied.to(tl.int32))
     else:
         o_w = tl.arange(0, BW)
-        b_key = _keys(p_scores, o_w, s_page, first, last)
-        threshold, ties = _threshold_in_registers(b_key, budget)
-        n_sure, n_tied = _compact(
-            p_pages, p_physical, p_table, b_key, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied, M, PHYSICAL
-        )
-    length = tl.minimum(n_sure + tl.minimum(n_tied, ties), M)
-    for o in tl.range(0, M, BW):
-        o_w = o + tl.arange(0, BW)
-        tl.store(p_pages + o_w, -1, mask=(o_w >= length) & (o_w < M))
+        b_s = _scores(p_scores, o_w, s_page, first, last, VECTORS)
+        if PHYSICAL and BW <= _EARLY_WIDTH:  # all of them, so that the store does not wait for them
+            b_physical = tl.load(p_table + o_w, mask=o_w < n_pages, other=0)
+        m_scored = (o_w >= first) & (o_w < last)
+        threshold, ties, taken = _threshold_in_registers(b_s, m_scored, last - first, budget)
+        m_take, b_slot, _, _ = _compacted(b_s, o_w, n_pages, first, last, threshold, ties, 0, 0)
+        m_take = m_take & (b_slot < M)
+        tl.store(p_pages + b_slot, o_w, mask=m_take)
+        if PHYSICAL:
+            if BW > _EARLY_WIDTH:
+                b_physical = tl.load(p_table + o_w, mask=m_take, other=0)
+            tl.store(p_physical + b_slot, b_physical, mask=m_take)
+    length = tl.minimum(n_pages - (last - first) + taken, M)
+    _fill_rest(p_pages, length, M)
     return length
 
 
@@ -174,7 +213,7 @@ def select_kernel(
     p_scores, p_seq_lens, p_table, p_pages, p_physical, p_lengths, s_row, s_lane, s_page, s_table,
     W, M, bos, eos, top_k, ratio_q16, dense_below,
     H: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, SCORED: tl.constexpr, PHYSICAL: tl.constexpr,
-    LOOP: tl.constexpr, BW: tl.constexpr, NARROW: tl.constexpr, PDL: tl.constexpr,
+    VECTORS: tl.constexpr, LOOP: tl.constexpr, BW: tl.constexpr, NARROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_list = tl.program_id(0).to(tl.int64)
     i_row = i_list // LANES
@@ -197,17 +236,19 @@ def select_kernel(
             budget = tl.maximum((n_pages.to(tl.int64) * ratio_q16) >> 16, top_k).to(tl.int32)
             if NARROW == BW:
                 length = _write_best(
-                    p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M, PHYSICAL, LOOP, BW
-                )
+                    p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M, PHYSICAL, VECTORS,
+                    LOOP, BW,
+                )  # fmt: skip
             elif n_pages <= NARROW:
                 length = _write_best(
-                    p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M, PHYSICAL, False,
-                    NARROW,
+                    p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M, PHYSICAL, VECTORS,
+                    False, NARROW,
                 )  # fmt: skip
             else:
                 length = _write_best(
-                    p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M, PHYSICAL, LOOP, BW
-                )
+                    p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M, PHYSICAL, VECTORS,
+                    LOOP, BW,
+                )  # fmt: skip
     else:
         _write_range(p_pages, p_physical, p_table, length, first, n_pages - length, M, PHYSICAL, BW)
     tl.store(p_lengths + i_list, tl.minimum(length, M))
@@ -253,6 +294,15 @@ def launch_select(
         scores if scored else None, seq_lens, page_table, pages, physical, lengths, *strides,
         0 if page_table is None else page_table.stride(0), width, capacity, bos, eos, top_k, ratio_q16, dense_below,
         H=num_kv_heads, LANES=lanes, PAGE=page_size, SCORED=scored, PHYSICAL=physical is not None,
-        LOOP=loop, BW=block, NARROW=min(block, _NARROW_WIDTH),
+        VECTORS=scored and _in_vectors(scores), LOOP=loop, BW=block, NARROW=min(block, _NARROW_WIDTH),
         num_warps=_num_warps(block, loop), num_stages=1, **options(pdl),
     )  # fmt: skip
+
+
+def _in_vectors(scores: Any) -> bool:
+    """Whether every row starts at a multiple of a vector and can be read up to the next one past its end."""
+    vector, (rows, lanes, width) = _VECTOR.value, scores.shape
+    s_row, s_lane, s_page = scores.stride()
+    aligned = s_page == 1 and s_row % vector == 0 and (lanes == 1 or s_lane % vector == 0)
+    end = scores.storage_offset() + (rows - 1) * s_row + (lanes - 1) * s_lane + -(-width // vector) * vector
+    return aligned and end * scores.element_size() <= scores.untyped_storage().nbytes()

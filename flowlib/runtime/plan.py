@@ -17,6 +17,7 @@ from flowlib.runtime.batch import Batch
 from flowlib.runtime.pool import KVStore, check_integers
 
 IMPLEMENTATIONS = ("reference", "triton")
+_ROW_MULTIPLE = 16  # columns: kernels read rows of buffers in vectors
 
 
 @dataclass
@@ -201,8 +202,11 @@ class Plan:
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
+        padded = -(-width // _ROW_MULTIPLE) * _ROW_MULTIPLE
         work = {
-            n: empty(rows * heads, *b.shape, width) if b.paged else empty(rows, heads * b.shape[0], b.shape[1])
+            n: empty(rows * heads, *b.shape, padded)[..., :width]
+            if b.paged
+            else empty(rows, heads * b.shape[0], b.shape[1])
             for n, b in self.program.buffers.items()
             if scores
         }
