@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from flowlib.compiler.program import Output, Stage, TileStage
 from flowlib.compiler.writer import KernelWriter, next_power_of_2
@@ -12,6 +12,8 @@ from flowlib.core.graph import Node, topological
 from flowlib.core.op import Block, TileOp, literal
 from flowlib.core.spec import Spec
 from flowlib.core.trace import GIVEN
+from flowlib.ops.matmul import GeMM
+from flowlib.ops.state import Load
 
 TILE_ELEMENTS = 8192
 """Elements of the largest block in a kernel: what four warps hold in registers without spilling."""
@@ -79,10 +81,27 @@ def tile_pages(stage: TileStage) -> int:
     if stage.on_write or all(output.kind == "rows" for output in stage.outputs):
         return 1
     nodes = topological(output.node for output in stage.outputs)
-    loaded = {n.name: _elements(n) for n in nodes if n.name and n.format is FORMAT.PAGED}
-    per_page = max(sum(loaded.values()), _largest(stage))
+    halves = _float8_factors(nodes)  # two of their elements are as many bytes as one of 16 bits
+    loaded = {
+        n.name: _elements(n) // (2 if id(n) in halves else 1) for n in nodes if n.name and n.format is FORMAT.PAGED
+    }
+    per_page = max(1, sum(loaded.values()), _largest(stage, halves))
     fitting = max(1, min(MAX_TILE_PAGES, TILE_ELEMENTS // per_page))
     return 1 << (fitting.bit_length() - 1)
+
+
+def _float8_factors(nodes: Sequence[Node]) -> set[int]:
+    """Ids of float8 fields, if a kernel loads one or two, nothing else by page, and only multiplies them with queries.
+
+    Other kernels keep fp32 blocks of all elements, or three fields: with twice the pages they spill registers.
+    """
+    loaded = [n for n in nodes if n.name and n.format is not FORMAT.BATCHED]
+    if not 1 <= len(loaded) <= 2 or not all(n.scaled for n in loaded):
+        return set()
+    fields = {id(n) for n in nodes if n in loaded or isinstance(n.op, Load)}
+    users = [n for n in nodes if id(n) not in fields and any(id(x) in fields for x in n.inputs)]
+    products = (isinstance(n.op, GeMM) and any(x.format is FORMAT.BATCHED for x in n.inputs) for n in users)
+    return fields if all(products) else set()
 
 
 def num_warps(stage: TileStage) -> int:
@@ -92,11 +111,11 @@ def num_warps(stage: TileStage) -> int:
     return max(1, min(8, next_power_of_2(_largest(stage) // 2048 or 1)))
 
 
-def _largest(stage: TileStage) -> int:
-    """Elements per page of the largest block that has a page axis."""
+def _largest(stage: TileStage, without: Collection[int] = ()) -> int:
+    """Elements per page of the largest block that has a page axis; `without` are ids of nodes that do not count."""
     nodes = topological(output.node for output in stage.outputs)
     paged = [n for n in nodes if n.format is not FORMAT.BATCHED] or nodes
-    return max(_elements(n) for n in paged)
+    return max((_elements(n) for n in paged if id(n) not in without), default=1)
 
 
 def _elements(node: Node) -> int:
