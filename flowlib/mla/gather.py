@@ -59,6 +59,7 @@ def gather_latent(
     if num_tokens == 0:
         return out
     if device.type == "cpu":
+        _check_requests(token_to_seq[:num_tokens], block_table.shape[0])
         _check_pages(cache, block_table, *_addresses(cache, cu_seq_lens, token_to_seq, num_tokens, seq_starts))
     if impl == "triton":
         load_function(_LAUNCH)(cache, block_table, cu_seq_lens, token_to_seq, out, num_tokens, seq_starts)
@@ -111,12 +112,14 @@ def _check_index(
             )
 
 
+def _check_requests(owner: torch.Tensor, n: int) -> None:
+    if int(owner.min()) < 0 or int(owner.max()) >= n:
+        raise BatchError(f"gather_latent: token_to_seq names request {_outside(owner)}, expected from 0 to {n - 1}")
+
+
 def _check_pages(
     cache: torch.Tensor, table: torch.Tensor, request: torch.Tensor, page: torch.Tensor, slot: torch.Tensor
 ) -> None:
-    if int(request.min()) < 0 or int(request.max()) >= table.shape[0]:
-        raise BatchError(f"gather_latent: token_to_seq names request {_outside(request, table.shape[0])}, expected "
-                         f"from 0 to {table.shape[0] - 1}")  # fmt: skip
     if int(page.min()) < 0 or int(page.max()) >= table.shape[1]:
         row = int(((page < 0) | (page >= table.shape[1])).nonzero()[0])
         raise BatchError(
@@ -126,10 +129,9 @@ def _check_pages(
     physical = table[request, page]
     if int(physical.min()) < 0 or int(physical.max()) >= cache.shape[0]:
         raise BatchError(
-            f"gather_latent: block_table has page {_outside(physical, cache.shape[0])}, expected from 0 to "
-            f"{cache.shape[0] - 1}"
+            f"gather_latent: block_table has page {_outside(physical)}, expected from 0 to {cache.shape[0] - 1}"
         )
 
 
-def _outside(values: torch.Tensor, limit: int) -> int:
+def _outside(values: torch.Tensor) -> int:
     return int(values.min()) if int(values.min()) < 0 else int(values.max())
