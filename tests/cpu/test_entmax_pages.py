@@ -9,53 +9,15 @@ from hypothesis import strategies as st
 
 from flowlib.entmax import page_bounds, page_moments, page_stats
 from flowlib.errors import BatchError, FormatError, OptionError, ShapeError
-from flowlib.testing import fill_nan, gamma
+from flowlib.testing import gamma
 from flowlib.testing.oracles.bisection import attention_scores
 from tests.refusals import refused
+from tests.suites.entmax_world import World
 
 some = settings(
     max_examples=40, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-
-
-class World:
-    """Requests in a pool of shuffled pages; slots, pages and table entries that nobody owns are poison."""
-
-    def __init__(self, lengths, heads=(4, 2), dim=12, page_size=4, dtype=torch.float32, seed=0, order=None, width=None):
-        g = torch.Generator().manual_seed(seed)
-        self.lengths, self.page_size = lengths, page_size
-        self.q = torch.randn(len(lengths), heads[0], dim, generator=g).to(dtype)
-        self.k = [torch.randn(n, heads[1], dim, generator=g).to(dtype) for n in lengths]
-        counts = [-(-n // page_size) for n in lengths]
-        blocks = sum(counts) + 3
-        shuffled = torch.randperm(blocks, generator=g if order is None else torch.Generator().manual_seed(order))
-        self.pool = torch.zeros(blocks, page_size, heads[1], dim, dtype=dtype)
-        fill_nan(self.pool)
-        self.table = torch.full((len(lengths), width or max(counts) + 1), 2**31 - 1, dtype=torch.int32)
-        taken = iter(shuffled.tolist())
-        for b, count in enumerate(counts):
-            for p in range(count):
-                self.table[b, p] = block = next(taken)
-                tokens = self.k[b][p * page_size : (p + 1) * page_size]
-                self.pool[block, : len(tokens)] = tokens
-        self.seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        self.stats = page_stats(self.pool)
-
-    def bounds(self, slopes=None):
-        return page_bounds(
-            self.q, self.stats.k_min, self.stats.k_max, self.seq_lens, self.page_size, self.table, slopes
-        )
-
-    def moments(self, slopes=None):
-        return page_moments(
-            self.q, self.stats.k_mean, self.stats.k_std, self.seq_lens, self.page_size, self.table, slopes
-        )
-
-    def scored(self, b):
-        """Full pages before the tail."""
-        return max(0, (self.lengths[b] - 1) // self.page_size)
-
 
 LENGTHS = [41, 1, 16, 17, 0, 26]
 
@@ -157,8 +119,7 @@ def test_products_are_taken_in_float32(dtype):
     """Trap: rounding q / sqrt(D) or the products to 16 bits costs three digits."""
     world = World([129, 70], dim=40, dtype=dtype, seed=7)
     twin = World([129, 70], dim=40, dtype=dtype, seed=7)
-    twin.q, twin.pool = twin.q.double(), twin.pool.double()
-    twin.stats = page_stats(twin.pool)
+    twin.q, twin.stats = twin.q.double(), page_stats(twin.kv[0].double())
     step = gamma(40 + 8)
     for got, wanted in zip((world.bounds(), *world.moments()), (twin.bounds(), *twin.moments()), strict=True):
         finite = wanted.isfinite()
