@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from flowlib.core.formats import FORMAT
@@ -10,6 +12,7 @@ from flowlib.core.spec import Spec
 
 PROLOGUE = ("i_t", "i_r", "i_b", "i_h", "i_p", "o_p", "m_p", "i_end", "n_pages", "slot")
 """Variables that a kernel's first lines assign; a field may have any name."""
+_STAGES = 2  # of loads that feed a dot product; with more, fewer programs fit on a multiprocessor
 Address = tuple[str, list[str]]
 """A pointer parameter and the terms of an offset."""
 
@@ -49,6 +52,10 @@ class KernelWriter:
         self._upcast: dict[str, str] = {}
         self._varying: set[str] = set()
         self._scale = ""
+        self._loop: list[str] = []
+        self._loop_head = ""
+        self._dependent: set[str] = set()
+        self._comments: list[str] = []
 
     # -- what ops may ask (Emitter)
 
@@ -125,11 +132,28 @@ class KernelWriter:
         if varying:
             self._varying |= set(names)
 
+    def loop(self, variable: str, head: str) -> None:
+        """Opens the loop over `variable` that the function ends with; lines that do not depend on it stay before it.
+
+        `head` has a placeholder ``{stages}``, the loop's pipeline stages.
+        """
+        self._loop_head = head
+        self._dependent.add(variable)
+
     def line(self, text: str, body: str = "") -> None:
         """Adds a line, with an indented one below it if `body` is given."""
-        self._lines.append(text)
+        if text.startswith("#"):
+            self._comments.append(text)
+            return
+        target, assigned, _ = text.partition(" = ")
+        inner = bool(self._loop_head) and (not assigned or not self._dependent.isdisjoint(re.findall(r"\w+", text)))
+        if inner and assigned:
+            self._dependent |= set(target.split(", "))
+        lines = self._loop if inner else self._lines
+        lines += [*self._comments, text]
+        self._comments = []
         if body:
-            self._lines.append(f"    {body}")
+            lines.append(f"    {body}")
 
     def offset(self, size: int) -> str:
         """The variable that holds ``arange`` over the padded axis of `size`."""
@@ -152,7 +176,12 @@ class KernelWriter:
             "    PDL: tl.constexpr,",
             "):",
         ]
-        return "\n".join([*head, *(f"    {line}" for line in self._lines)]) + "\n"
+        body = list(self._lines)
+        if self._loop_head:
+            saves = any(line.startswith("tl.debug_barrier") for line in self._loop)
+            stages = _STAGES if not saves and any("tl.dot(" in line for line in self._loop) else 1
+            body += [self._loop_head.format(stages=stages), *(f"    {line}" for line in self._loop)]
+        return "\n".join([*head, *(f"    {line}" for line in body)]) + "\n"
 
     # -- addresses: (pointer, offset of shape [pages or 1, r', c'])
 

@@ -26,6 +26,9 @@ _BESIDE_FIELDS = {"p_field_scales": SCALES, "p_saturated": SATURATED}
 """Parameters of kernels with float8 summaries, and what a store calls them."""
 SELECT = "flowlib.kernels.select:launch_select"
 ATTEND = "flowlib.kernels.attend:launch_attend"
+_PROGRAMS = 2048
+"""Of a scoring kernel, about: they share the pages of every row, so that few programs have nothing to do where rows are
+much shorter than the page table is wide."""
 
 
 @functools.cache
@@ -53,6 +56,7 @@ class TileKernel:
         self.kernel = getattr(load_source(source), stage.name)
         self.tile = tile_pages(stage)
         self.spec = spec
+        self.per_row = all(output.kind == "rows" for output in stage.outputs)
         self.options = {"num_warps": num_warps(stage)}
         self._arguments = [_argument(name) for name in self.kernel.arg_names if name != "PDL"]
 
@@ -62,7 +66,9 @@ class TileKernel:
         `tensors` are q, K, V and buffers by name, `fields` the fields (``None``: they are among `tensors`).
         """
         step = {"page_table": batch.page_table, "seq_lens": batch.seq_lens}
-        grid = (batch.size * self.spec.num_kv_heads, max(1, -(-batch.width // self.tile)))
+        rows = batch.size * self.spec.num_kv_heads
+        sharing = 1 if self.per_row else min(-(-batch.width // self.tile), -(-_PROGRAMS // rows))
+        grid = (rows, max(1, sharing))
         self._launch(grid, (tensors, tensors if fields is None else fields, step), pdl)
 
     def on_written(self, tensors: Tensors, loc: torch.Tensor, pdl: bool = False, fields: Tensors | None = None) -> None:

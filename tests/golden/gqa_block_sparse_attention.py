@@ -60,28 +60,26 @@ def before_softmax(
     i_h = i_r % 2
     n_pages = (tl.load(p_seq_lens + i_b).to(tl.int64) + 15) // 16
     i_end = tl.minimum(n_pages, width) - 1
-    i_p = tl.program_id(1) * 64
-    if i_p >= i_end:
-        return
-    o_p = i_p + tl.arange(0, 64)
-    m_p = (o_p >= 1) & (o_p < i_end)
     a_4 = tl.arange(0, 4)
     a_128 = tl.arange(0, 128)
     # q [1, 3, 96]
     o_q = i_b * s_q_b + (i_h * 3 + a_4[None, :, None]) * s_q_h + a_128[None, None, :]
     m_q = (a_4 < 3)[None, :, None] & (a_128 < 96)[None, None, :]
     b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
-    i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
-    # centroid [64, 96]
-    o_centroid = ((i_page * 2 + i_h) * 96)[:, None] + a_128[None, :]
-    m_centroid = m_p[:, None] & (a_128 < 96)[None, :]
-    b_centroid_rows = tl.load(f_centroid + o_centroid, mask=m_centroid, other=0.0)
-    b_centroid = b_centroid_rows[:, None, :]
-    b_gemm = tl.reshape(tl.dot(b_centroid_rows, tl.trans(tl.reshape(b_q, [4, 128]))), [64, 1, 4])
-    # softmax_in [64, 1, 3]
-    o_softmax_in = i_r * s_softmax_in_r + (a_4[None, None, :]) * s_softmax_in_lane + o_p[:, None, None]
-    m_softmax_in = m_p[:, None, None] & (a_4 < 3)[None, None, :]
-    tl.store(w_softmax_in + o_softmax_in, b_gemm.to(w_softmax_in.dtype.element_ty), mask=m_softmax_in)
+    for i_p in tl.range(tl.program_id(1) * 64, i_end, tl.num_programs(1) * 64, num_stages=2):
+        o_p = i_p + tl.arange(0, 64)
+        m_p = (o_p >= 1) & (o_p < i_end)
+        i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
+        # centroid [64, 96]
+        o_centroid = ((i_page * 2 + i_h) * 96)[:, None] + a_128[None, :]
+        m_centroid = m_p[:, None] & (a_128 < 96)[None, :]
+        b_centroid_rows = tl.load(f_centroid + o_centroid, mask=m_centroid, other=0.0)
+        b_centroid = b_centroid_rows[:, None, :]
+        b_gemm = tl.reshape(tl.dot(b_centroid_rows, tl.trans(tl.reshape(b_q, [4, 128]))), [64, 1, 4])
+        # softmax_in [64, 1, 3]
+        o_softmax_in = i_r * s_softmax_in_r + (a_4[None, None, :]) * s_softmax_in_lane + o_p[:, None, None]
+        m_softmax_in = m_p[:, None, None] & (a_4 < 3)[None, None, :]
+        tl.store(w_softmax_in + o_softmax_in, b_gemm.to(w_softmax_in.dtype.element_ty), mask=m_softmax_in)
 
 
 @triton.jit(do_not_specialize=["s_page_table", "width", "s_softmax_in_r", "s_softmax_in_lane", "s_scores_r", "s_scores_lane"])
@@ -104,20 +102,18 @@ def score(
     i_h = i_r % 2
     n_pages = (tl.load(p_seq_lens + i_b).to(tl.int64) + 15) // 16
     i_end = tl.minimum(n_pages, width) - 1
-    i_p = tl.program_id(1) * 128
-    if i_p >= i_end:
-        return
-    o_p = i_p + tl.arange(0, 128)
-    m_p = (o_p >= 1) & (o_p < i_end)
     a_4 = tl.arange(0, 4)
-    # softmax_in [128, 3]
-    o_softmax_in = i_r * s_softmax_in_r + (a_4[None, :]) * s_softmax_in_lane + o_p[:, None]
-    m_softmax_in = m_p[:, None] & (a_4 < 3)[None, :]
-    b_softmax_in_rows = tl.load(w_softmax_in + o_softmax_in, mask=m_softmax_in, other=0.0)
-    b_softmax_in = b_softmax_in_rows[:, None, :]
-    b_max = tl.where(b_softmax_in == b_softmax_in, b_softmax_in, float("-inf"))
-    b_max_2 = tl.max(tl.where((a_4 < 3)[None, None, :], b_max, float("-inf")), axis=2, keep_dims=True)
-    # scores [128, 1, 1]
-    o_scores = i_r * s_scores_r + o_p[:, None, None]
-    m_scores = m_p[:, None, None]
-    tl.store(w_scores + o_scores, b_max_2.to(w_scores.dtype.element_ty), mask=m_scores)
+    for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=1):
+        o_p = i_p + tl.arange(0, 128)
+        m_p = (o_p >= 1) & (o_p < i_end)
+        # softmax_in [128, 3]
+        o_softmax_in = i_r * s_softmax_in_r + (a_4[None, :]) * s_softmax_in_lane + o_p[:, None]
+        m_softmax_in = m_p[:, None] & (a_4 < 3)[None, :]
+        b_softmax_in_rows = tl.load(w_softmax_in + o_softmax_in, mask=m_softmax_in, other=0.0)
+        b_softmax_in = b_softmax_in_rows[:, None, :]
+        b_max = tl.where(b_softmax_in == b_softmax_in, b_softmax_in, float("-inf"))
+        b_max_2 = tl.max(tl.where((a_4 < 3)[None, None, :], b_max, float("-inf")), axis=2, keep_dims=True)
+        # scores [128, 1, 1]
+        o_scores = i_r * s_scores_r + o_p[:, None, None]
+        m_scores = m_p[:, None, None]
+        tl.store(w_scores + o_scores, b_max_2.to(w_scores.dtype.element_ty), mask=m_scores)
