@@ -154,7 +154,7 @@ def gaussian_decode(
     )
     run = _implementation("gaussian_decode", impl, _GAUSSIAN)
     _check_stats("gaussian_decode", cache, "gaussian")
-    page_quantile(max_quantile, cache.page_size)
+    page_quantile("gaussian_decode", max_quantile, cache.page_size)
     step = _step("gaussian_decode", q, cache, out, alpha, alibi_slopes, above_one=True)
     if append_cache:
         _append("gaussian_decode", cache, k_new, v_new)

@@ -105,7 +105,7 @@ def gaussian_select(
     mu, sigma, scored = _moments("gaussian_select", mu, sigma, seq_lens, page_size)
     rows, width, heads, _ = mu.shape
     a = checks.alphas("gaussian_select", alpha, [heads], mu.device, above_one=True).to(mu.dtype) - 1.0
-    z_page = page_quantile(max_quantile, page_size)
+    z_page = page_quantile("gaussian_select", max_quantile, page_size)
     margins = check_margins("gaussian_select", safety_margin_z, excess)
     _checked("gaussian_select", "tau", tau, (rows, heads))
     floor = threshold_floor(tau.to(mu.dtype)[:, None, :, None], mu, sigma, scored, a[:, None], *margins)
@@ -121,15 +121,15 @@ def gaussian_select(
     return pack(keep, seq_lens, page_size, width)
 
 
-def page_quantile(max_quantile: float, page_size: int) -> float:
+def page_quantile(what: str, max_quantile: float, page_size: int) -> float:
     """Standard deviations below which the largest of `page_size` normals lies with probability `max_quantile`.
 
     Raises:
         OptionError: `max_quantile` is not in (0, 1).
     """
-    q = checks.number("gaussian_select", "max_quantile", max_quantile, "a number above 0 and below 1")
+    q = checks.number(what, "max_quantile", max_quantile, "a number above 0 and below 1")
     if not 0.0 < q < 1.0:
-        raise OptionError(f"gaussian_select: max_quantile is {q}, expected a number above 0 and below 1")
+        raise OptionError(f"{what}: max_quantile is {q}, expected a number above 0 and below 1")
     return NormalDist().inv_cdf(q ** (1.0 / page_size))
 
 

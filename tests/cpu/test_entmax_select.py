@@ -113,7 +113,7 @@ def test_topk_of_many_equal_pages(dtype):
     ("q", "page_size", "z"), [(0.995, 16, 3.419888), (0.995, 32, 3.604081), (0.995, 64, 3.780306), (0.5, 16, 1.723526)]
 )
 def test_quantile_of_the_page_maximum(q, page_size, z):
-    assert page_quantile(q, page_size) == pytest.approx(z, abs=5e-7)
+    assert page_quantile("test", q, page_size) == pytest.approx(z, abs=5e-7)
 
 
 def moments(rows=2, heads=3, pages=11, seed=0):
