@@ -45,6 +45,8 @@ _SPEC: dict[str, tuple[type, str]] = {
     "dense_below": (int, "Rows of at most this many tokens are attended in full."),
     "k_scale": (float, "What stored K is multiplied by."),
     "v_scale": (float, "What stored V is multiplied by."),
+    "summary_dtype": (str, "As kv_dtype, for summary fields declared without a dtype; bounds are rounded outwards."),
+    "summary_scale": (float, "What float8 summaries are multiplied by, a power of two."),
 }
 
 
@@ -119,14 +121,15 @@ def _spec_parameter(name: str, kind: type, text: str) -> inspect.Parameter:
 
 def _spec_numbers(given: Mapping[str, Any]) -> dict[str, Any]:
     numbers = {name: value for name, value in given.items() if value is not None}
-    if "kv_dtype" in numbers:
-        numbers["kv_dtype"] = _dtype(numbers["kv_dtype"])
+    for name in ("kv_dtype", "summary_dtype"):
+        if name in numbers:
+            numbers[name] = _dtype(name, numbers[name])
     return numbers
 
 
-def _dtype(name: str) -> torch.dtype:
+def _dtype(option: str, name: str) -> torch.dtype:
     dtype = _DTYPES.get(_SHORT_DTYPES.get(name, name))
     if dtype is None:
-        known = ", ".join(_DTYPES)
-        raise OptionError(f"--kv-dtype is {name!r}, expected one of {known}.{did_you_mean(name, _DTYPES)}")
+        known, flag = ", ".join(_DTYPES), f"--{option.replace('_', '-')}"
+        raise OptionError(f"{flag} is {name!r}, expected one of {known}.{did_you_mean(name, _DTYPES)}")
     return dtype

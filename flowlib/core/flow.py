@@ -56,15 +56,18 @@ class vFlow:
         spec = Spec(page_size=page_size, head_dim=head_dim)
         return {f.name: f.shape for f in (given_fields(spec) | declared_fields(copy.deepcopy(self), spec)).values()}
 
-    def run_indexer_virtual(self, group_size: int, page_size: int, head_dim: int) -> int:
-        """Profiles the indexer alone, without a device.
+    def run_indexer_virtual(
+        self, group_size: int, page_size: int, head_dim: int, summary_dtype: torch.dtype | None = None
+    ) -> int:
+        """Profiles the indexer alone, without a device; `summary_dtype` as in :class:`flowlib.Spec`.
 
         Returns:
             Bytes read per scored page and kv head.
         """
-        traced = trace(self, Spec(page_size=page_size, head_dim=head_dim, group_size=group_size))
+        spec = Spec(page_size=page_size, head_dim=head_dim, group_size=group_size, summary_dtype=summary_dtype)
+        traced = trace(self, spec)
         paged = [leaf for leaf in traced.indexer.leaves() if leaf.format is FORMAT.PAGED]
-        known = given_fields(Spec(page_size=page_size, head_dim=head_dim)) | traced.fields
+        known = given_fields(spec) | traced.fields
         return sum(known[name].nbytes for name in {leaf.name for leaf in paged})
 
 

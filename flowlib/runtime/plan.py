@@ -87,6 +87,11 @@ class Plan:
         return tuple(f.name for f in self.fields.values() if f.kind == "state")
 
     @property
+    def scaled_fields(self) -> tuple[str, ...]:
+        """Names of the scaled float8 summaries."""
+        return tuple(f.name for f in self.fields.values() if f.rounding)
+
+    @property
     def field_bytes_per_page(self) -> int:
         """Bytes of all fields of one page of one layer, all kv heads."""
         return self.spec.num_kv_heads * sum(f.nbytes for f in self.fields.values())

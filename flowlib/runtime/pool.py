@@ -63,7 +63,7 @@ class KVStore:
         self.fields = dict(fields)
         self.operands: dict[str, torch.Tensor] = self.fields
         self.field_scales, self.saturated = None, None
-        if any(f.rounding for f in plan.fields.values()):
+        if plan.scaled_fields:
             self._keep_scales(field_scales)
         elif field_scales is not None:
             raise FormatError("KVStore: field_scales is given, but no field of the plan is a float8 summary")
@@ -74,7 +74,7 @@ class KVStore:
             given = torch.full((spec.num_kv_heads,), spec.summary_scale, dtype=torch.float32, device=device)
         self.field_scales = _checked_scales(given, spec.num_kv_heads, device)
         self.saturated = torch.zeros(1, dtype=torch.int64, device=device)
-        codes = {n: f.view(torch.uint8) for n, f in self.fields.items() if self.plan.fields[n].rounding}
+        codes = {n: self.fields[n].view(torch.uint8) for n in self.plan.scaled_fields}
         self.operands = {**self.fields, **codes, float8.SCALES: self.field_scales, SATURATED: self.saturated}
 
     def values(self, name: str) -> torch.Tensor:

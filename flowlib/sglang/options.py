@@ -9,10 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from flowlib.core.errors import OptionError, did_you_mean
+from flowlib.core.float8 import SCALE_EXPONENTS, is_scale
 from flowlib.core.spec import Spec
 
 IMPLS = ("reference", "triton")
+SUMMARY_DTYPES = {
+    "auto": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+"""What ``summary_dtype`` may say, in SGLang's words."""
 _SPEC_DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Spec)}
 
 
@@ -42,6 +53,9 @@ class FlowConfig:
         module_path: the Python file that registers the flow, when it is not a built-in one.
         impl: ``triton`` or ``reference``; ``None`` means Triton on a GPU and the reference on a CPU.
         trace: what to write about each decode step; ``None`` writes nothing and costs nothing.
+        summary_dtype: dtype of the flow's summary fields; ``auto`` is that of the KV pool, bf16 beside an fp8 pool.
+            ``fp8_e4m3`` halves what scoring reads of a bf16 pool's fields.
+        summary_scale: what fp8 summaries are multiplied by, a power of two: 448 times it is the largest bound.
     """
 
     top_k: int = _SPEC_DEFAULTS["top_k"]
@@ -54,6 +68,8 @@ class FlowConfig:
     impl: str | None = None
     dense_below: int = _SPEC_DEFAULTS["dense_below"]
     trace: TraceConfig | None = None
+    summary_dtype: str = "auto"
+    summary_scale: float = _SPEC_DEFAULTS["summary_scale"]
 
     def __post_init__(self) -> None:
         _integer("top_k", self.top_k, 0)
@@ -69,6 +85,17 @@ class FlowConfig:
         if self.impl is not None and self.impl not in IMPLS:
             raise _wrong("impl", self.impl, " or ".join(repr(name) for name in IMPLS))
         object.__setattr__(self, "trace", _trace(self.trace))
+        self._check_summaries()
+
+    def _check_summaries(self) -> None:
+        if not isinstance(self.summary_dtype, str) or self.summary_dtype not in SUMMARY_DTYPES:
+            raise _wrong("summary_dtype", self.summary_dtype, "one of " + ", ".join(SUMMARY_DTYPES))
+        scale = self.summary_scale
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not is_scale(scale):
+            low, high = SCALE_EXPONENTS
+            raise _wrong("summary_scale", scale, f"a power of two from 2**{low} to 2**{high}")
+        if scale != 1 and self.summary_dtype != "fp8_e4m3":
+            raise _wrong("summary_scale", scale, "1.0 unless summary_dtype is 'fp8_e4m3'")
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any] | None) -> "FlowConfig":
@@ -100,6 +127,10 @@ class FlowConfig:
                 f"--flow-config: options {self.options} can't be handed to SGLang's processes: {error}; "
                 "give numbers, texts, lists and dicts"
             ) from error
+
+    def summary_numbers(self) -> dict[str, Any]:
+        """What a :class:`Spec` takes for the flow's summary fields."""
+        return {"summary_dtype": SUMMARY_DTYPES[self.summary_dtype], "summary_scale": float(self.summary_scale)}
 
     def budget_numbers(self) -> dict[str, Any]:
         """The part of this that a :class:`Spec` takes."""

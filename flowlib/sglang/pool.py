@@ -24,10 +24,12 @@ class FlowFields(_Pool):
     Attributes:
         flow_setup: the flow, its configuration and plans.
         flow_fields: layer id -> field name -> ``[num_pages, H_kv, r, c]``; sparse layers only.
+        flow_scales: layer id -> scales of its float8 summaries, fp32 ``[H_kv]``; empty without such fields.
     """
 
     flow_setup: FlowSetup
     flow_fields: dict[int, dict[str, torch.Tensor]]
+    flow_scales: dict[int, torch.Tensor]
 
     def _create_buffers(self) -> None:
         from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
@@ -44,6 +46,10 @@ class FlowFields(_Pool):
                 }
                 for layer in self.flow_setup.sparse_layers
             }
+        self.flow_scales = {}  # outside the region, whose memory comes back empty after a pause
+        if plan.scaled_fields:
+            scales = torch.full((self.head_num,), plan.spec.summary_scale, dtype=torch.float32, device=self.device)
+            self.flow_scales = {layer: scales.clone() for layer in self.flow_setup.sparse_layers}
         self._flow_stores: dict[int, Any] = {}
 
     def _check_layout(self) -> None:
@@ -67,7 +73,8 @@ class FlowFields(_Pool):
         if layer_id not in self._flow_stores:
             k, v = self._get_key_buffer(layer_id), self._get_value_buffer(layer_id)
             plan = self.flow_setup.plan_for(layer)
-            self._flow_stores[layer_id] = flowlib.KVStore(plan, k, v, self.flow_fields.get(layer_id, {}))
+            fields, scales = self.flow_fields.get(layer_id, {}), self.flow_scales.get(layer_id)
+            self._flow_stores[layer_id] = flowlib.KVStore(plan, k, v, fields, scales)
         return self._flow_stores[layer_id]
 
     def flow_update(self, layer: Any, loc: torch.Tensor) -> None:

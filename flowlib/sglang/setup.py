@@ -139,6 +139,7 @@ class FlowSetup:
             k_scale=k_scale,
             v_scale=v_scale,
             **self.config.budget_numbers(),
+            **self.config.summary_numbers(),
         )
         return flowlib.profile(flow, spec)
 

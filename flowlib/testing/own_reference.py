@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from flowlib.core.float8 import SCALES
 from flowlib.core.graph import Node
 from flowlib.core.op import SelectOp
 from flowlib.core.spec import Spec
@@ -23,7 +24,7 @@ class ReferenceOracle(Oracle):
 
     def fields(self, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> dict[str, torch.Tensor]:
         stores = self.traced.cache.stores
-        given = {"k": k, "v": v}
+        given = {"k": k, "v": v, SCALES: torch.full((1, 1, 1), spec.summary_scale, dtype=k.dtype)}
 
         def leaf(node: Node) -> torch.Tensor:
             return given[node.name]

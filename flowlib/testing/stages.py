@@ -32,7 +32,7 @@ class Run:
     Attributes:
         impl: ``"reference"`` (in float64) or ``"triton"``.
         scene: the inputs; `q` the queries of this step.
-        before: fields the step read, by name.
+        before: what the fields stood for when the step read them, by name; float8 summaries times their scale.
         store: the pool after the step.
         out: the step's outputs.
     """
@@ -93,7 +93,7 @@ def run_step(scene: Scene, impl: str, store: PagedPool, q: torch.Tensor) -> Run:
         BackendError, BatchError, ShapeError: `impl` can't run here, or the inputs do not fit.
     """
     plan, batch = scene.plan, scene.batch
-    before = {name: value.clone() for name, value in store.fields.items()}
+    before = {name: store.values(name).clone() for name in store.fields}
     if impl == "reference":
         out = plan.step(q, store, batch, impl=impl, dtype=torch.float64)
         return Run(impl, scene, q, before, store, out)
@@ -128,18 +128,34 @@ def judge_fields(run: Run, oracle: Oracle) -> dict[str, tuple[Judgement, str]]:
 
         collected = Collected()
         if len(k):
-            truth = formula(k, v)
-            low = formula(k.float(), v.float()).to(declared.dtype)
+            unit = _scales(run, where[1]) if declared.rounding else torch.ones((), dtype=torch.float64)
+            truth = formula(k, v) / unit
+            low = (formula(k.float(), v.float()) / unit.float()).to(declared.dtype)
             step = torch.zeros(())
             if declared.dtype is torch.float32:
                 terms = spec.page_size + spec.head_dim + ELEMENTARY
                 step = accumulation_step(formula, (k, v), terms, independent=True)
             page, head = where
-            got = run.before[name].cpu()[page, head]
+            got = run.before[name].cpu()[page, head].to(torch.float64) / unit
             for i, label in enumerate(labels):
+                if _is_broken(declared.rounding, got[i], truth[i]):
+                    collected.problems.append(f"{name}, {label}: rounded {declared.rounding}, and no bound")
                 collected.add(f"{name}, {label}", got[i], truth[i], low[i], step[i] if step.dim() else step)
         verdicts[name] = collected.judge(declared.dtype)
+        if collected.problems:
+            verdicts[name] = Judgement(math.inf, 0.0, (), False), collected.problems[0]
     return verdicts
+
+
+def _scales(run: Run, head: torch.Tensor) -> torch.Tensor:
+    """Scales of the float8 summaries of kv heads ``[N]``, float64 ``[N, 1, 1]``; they are judged in units of these."""
+    return run.store.scales_of(torch.float64).cpu().flatten()[head][:, None, None]
+
+
+def _is_broken(rounding: str, got: torch.Tensor, truth: torch.Tensor) -> bool:
+    """Whether a value of a float8 bound lies on the wrong side of `truth`, by more than fp32 arithmetic explains."""
+    short = {"up": truth - got, "down": got - truth}.get(rounding)
+    return short is not None and bool((short > gamma(ELEMENTARY) * truth.abs()).any())
 
 
 def _field_of(oracle: Oracle, name: str, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
