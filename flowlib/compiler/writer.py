@@ -63,7 +63,8 @@ class KernelWriter:
         if x.dtype is None or x.dtype is torch.float32:
             return x.name
         if x.name not in self._upcast:
-            self._upcast[x.name] = self._variable(f"{x.name}_f32", f"{x.name}.to(tl.float32)")
+            unit = f" * {x.unit}" if x.unit else ""
+            self._upcast[x.name] = self._variable(f"{x.name}_f32", f"{x.name}.to(tl.float32){unit}")
         return self._upcast[x.name]
 
     def raw(self, x: Block) -> str | None:
@@ -91,7 +92,8 @@ class KernelWriter:
 
     def same(self, expression: str, x: Block) -> Block:
         cast = f"({expression}).to({x.name}.dtype)"
-        return Block(self._assign(self.hint, cast), x.shape, x.paged, x.dtype, 0.0 if x.pad == 0.0 else None)
+        pad = 0.0 if x.pad == 0.0 else None
+        return Block(self._assign(self.hint, cast), x.shape, x.paged, x.dtype, pad, unit=x.unit)
 
     def constant(self, value: float, shape: Inner) -> Block:
         sizes = [1, next_power_of_2(shape[0]), next_power_of_2(shape[1])]
@@ -247,18 +249,19 @@ class KernelWriter:
     def load(
         self, name: str, address: Address, shape: Inner, paged: bool, dtype: torch.dtype | None, scaled: bool = False
     ) -> Block:
-        """Loads a block, a scaled float8 summary as bfloat16; masked lanes hold 0."""
+        """Loads a block, a scaled float8 summary as float16 with the scale as its unit; masked lanes hold 0."""
         flat = paged and self.has_page_axis and shape[0] == 1 and shape[1] > 1
         place, mask = self._place(name, address, shape, paged, flat)
         guard = f", mask={mask}, other={0 if scaled else 0.0}" if mask else ""
         known, text = dtype or torch.float32, f"tl.load({place}{guard})"
+        unit = self.field_scale() if scaled else ""
         if scaled:
-            scale, codes = self.field_scale(), self._assign(f"{name}_codes", text)
-            known, text = torch.bfloat16, f"{self._float8('decode')}({codes}, {scale})"
+            codes = self._assign(f"{name}_codes", text)
+            known, text = torch.float16, f"{self._float8('unscaled')}({codes})"
         loaded = self._assign(f"{name}_rows" if flat else name, text)
         if not flat:
-            return Block(loaded, shape, paged, known, 0.0)
-        return Block(self._assign(name, f"{loaded}[:, None, :]"), shape, paged, known, 0.0, loaded)
+            return Block(loaded, shape, paged, known, 0.0, unit=unit)
+        return Block(self._assign(name, f"{loaded}[:, None, :]"), shape, paged, known, 0.0, loaded, unit)
 
     def store(
         self, name: str, address: Address, block: Block, shape: Inner, paged: bool, rounding: str = ""

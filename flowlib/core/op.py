@@ -35,6 +35,8 @@ class Block:
         dtype: the storage dtype of a block just loaded, ``None`` once it is fp32.
         pad: what the padded lanes of axes 1 and 2 hold, if known.
         flat: the same block without axis 1, ``[pages, c']``, where r is 1 and it was loaded so; else empty.
+        unit: what the variable must be multiplied by, a power of two, where that is not 1; :meth:`Emitter.fp32` does,
+            who takes the block :meth:`Emitter.raw` must.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Block:
     dtype: torch.dtype | None = None
     pad: float | None = None
     flat: str = ""
+    unit: str = ""
 
 
 class Emitter(Protocol):
@@ -53,7 +56,7 @@ class Emitter(Protocol):
         ...
 
     def raw(self, x: Block) -> str | None:
-        """The block in its storage dtype with padded lanes 0, if it was just loaded, else ``None``."""
+        """The block in its storage dtype with padded lanes 0, if it was just loaded, else ``None``; mind its unit."""
         ...
 
     def filled(self, x: Block, value: float, axis: int) -> str:
@@ -69,7 +72,8 @@ class Emitter(Protocol):
         ...
 
     def same(self, expression: str, x: Block) -> Block:
-        """Assigns an elementwise expression of `x` that is exact in the dtype of `x` and keeps 0 where it is 0."""
+        """Assigns an elementwise expression of `x` that is exact in the dtype of `x`, keeps 0 where it is 0 and means the
+        same in any unit."""
         ...
 
     def constant(self, value: float, shape: Inner) -> Block:
@@ -332,7 +336,7 @@ class Stored(TileOp):
         if scale is None:
             return e.let(f"{e.fp32(x)}.to({TRITON_DTYPES[self.dtype]}).to(tl.float32)", x.shape, x)
         code = e.call(f"{FLOAT8}:encode", e.fp32(x), scale.name, f'"{self.direction}"')[0]
-        return e.let(f"{e.call(f'{FLOAT8}:decode', code, scale.name)[0]}.to(tl.float32)", x.shape, x)
+        return e.let(e.call(f"{FLOAT8}:decode", code, scale.name)[0], x.shape, x)
 
 
 TRITON_DTYPES = {

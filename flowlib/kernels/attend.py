@@ -19,7 +19,7 @@ _TILE = {1: (128, 4, 4), 2: (64, 4, 2), 4: (32, 8, 2)}
 _TILE_BYTES = 96 * 1024
 
 _PROGRAMS = 512
-_MIN_SPLIT_TOKENS = 64
+_MIN_SPLIT_TOKENS = 128
 
 _LOW_PRECISION = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16}
 
@@ -48,7 +48,7 @@ def _merge(
         o_v = (DV0 if i_part else 0) + tl.arange(0, WIDTH)
         m_v = m_g[:, None] & (o_v < DV)[None, :]
         b_o = tl.zeros((BG, WIDTH), tl.float32)
-        for i_s in tl.range(0, n_splits, loop_unroll_factor=4 if BG * WIDTH <= 1024 else 1):
+        for i_s in tl.range(0, n_splits, loop_unroll_factor=max(1, min(8, 4096 // (BG * WIDTH)))):
             # [BG]
             b_w = tl.exp(tl.load(p_partial_lse + i_s, mask=m_g, other=float("-inf")) - b_top)
             # [BG, WIDTH]
@@ -181,7 +181,7 @@ def attend_kernel(
 def num_splits(max_selected_pages: int, page_size: int, rows: int) -> int:
     """How many programs share one list; a heuristic.
 
-    Enough that ``rows`` lists (times head tiles) give a large GPU some 512 programs, and no split shorter than 64
+    Enough that ``rows`` lists (times head tiles) give a large GPU some 512 programs, and no split shorter than 128
     tokens of the longest list; as few as do the same work in the same time.
     """
     tokens = max_selected_pages * page_size

@@ -85,6 +85,12 @@ def _write_range(p_pages, p_physical, p_table, length, head, gap, M, PHYSICAL: t
 
 
 @triton.jit
+def _between(near, far):
+    """A third of the way from one value to another."""
+    return 0.6666667 * near + 0.33333334 * far
+
+
+@triton.jit
 def _threshold_in_registers(b_s, m_scored, scored, budget):
     """(threshold, scores equal to it to take, scores taken); what lies above the threshold is taken as well.
 
@@ -103,15 +109,21 @@ def _threshold_in_registers(b_s, m_scored, scored, budget):
     # `count` scores are >= low, at least the budget; `above`, fewer, are >= high (at first: > high)
     above = tl.zeros((), tl.int32)
     i_round = tl.zeros((), tl.int32)
-    middle = 0.5 * low_value + 0.5 * high_value
-    while (count != budget) & (middle > low_value) & (middle < high_value) & (i_round < _VALUE_ROUNDS):
-        n = tl.sum((b_s >= middle).to(tl.int32))
-        up = n >= budget
-        low_value = tl.where(up, middle, low_value)
-        high_value = tl.where(up, high_value, middle)
-        count = tl.where(up, n, count)
-        above = tl.where(up, above, n)
-        middle = 0.5 * low_value + 0.5 * high_value
+    # two probes a round share a reduction
+    first_probe = _between(low_value, high_value)
+    second_probe = _between(high_value, low_value)
+    while (
+        (count != budget) & (first_probe > low_value) & (second_probe >= first_probe) & (second_probe < high_value)
+    ) & (i_round < _VALUE_ROUNDS):
+        both = tl.sum((b_s >= first_probe).to(tl.int32) + ((b_s >= second_probe).to(tl.int32) << 16))
+        n_first, n_second = both & 0xFFFF, both >> 16
+        low_up, high_down = n_first >= budget, n_second < budget
+        above = tl.where(low_up, tl.where(high_down, n_second, above), n_first)
+        count = tl.where(high_down, tl.where(low_up, n_first, count), n_second)
+        low_value = tl.where(high_down, tl.where(low_up, first_probe, low_value), second_probe)
+        high_value = tl.where(low_up, tl.where(high_down, second_probe, high_value), first_probe)
+        first_probe = _between(low_value, high_value)
+        second_probe = _between(high_value, low_value)
         i_round += 1
     low = _key_of(low_value)
     span = _key_of(high_value) - low + (above == 0).to(tl.uint32)

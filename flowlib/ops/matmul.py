@@ -74,14 +74,14 @@ class GeMM(TileOp):
         shape = f"[{e.pages(y)}, {e.padded(y.shape[0])}, {e.padded(x.shape[0])}]"
         left = y.flat or f"tl.reshape({raw_y}, [{rows}, {depth}])"
         if raw_x and raw_y and x.dtype == y.dtype and x.dtype in _NARROW:
-            return f"tl.reshape(tl.dot({left}, {self._columns(e, x, raw_x)}), {shape})"
+            return f"tl.reshape(tl.dot({left}, {self._columns(e, x, raw_x)}), {shape}){_times(x.unit, y.unit)}"
         if raw_y and y.dtype in _NARROW:
             narrow = bool(raw_x) and x.dtype in _NARROW
             parts, unit = self._parts(e, x, y.dtype, 1 if narrow and y.dtype is torch.float16 else _PARTS)
             text = "tl.dot({}, {})".format(left, self._columns(e, x, parts[-1]))
             for part in reversed(parts[:-1]):
                 text = f"tl.dot({left}, {self._columns(e, x, part)}, {text})"
-            return f"tl.reshape({text}, {shape}){unit}"
+            return f"tl.reshape({text}, {shape}){_times(unit, y.unit)}"
         left = f"tl.reshape({e.filled(y, self.identity, 2)}, [{rows}, {depth}])"
         right = self._columns(e, x, e.filled(x, self.identity, 2))
         return f'tl.reshape(tl.dot({left}, {right}, input_precision="ieee"), {shape})'
@@ -93,7 +93,7 @@ class GeMM(TileOp):
         (columns,) = e.call("flowlib.kernels.split:parts_in_rows", value, str(_VECTOR_COLUMNS), dtype)
         left = y.flat or f"tl.reshape({e.raw(y)}, [{rows}, {depth}])"
         text = f"tl.sum(tl.dot({left}, tl.trans({columns})), axis=1)"
-        return f"tl.reshape({text}, [{e.pages(y)}, {e.padded(y.shape[0])}, 1]){unit}"
+        return f"tl.reshape({text}, [{e.pages(y)}, {e.padded(y.shape[0])}, 1]){_times(unit, y.unit)}"
 
     def _parts(self, e: Emitter, x: Block, dtype: torch.dtype | None, count: int) -> tuple[list[str], str]:
         """Variables of the 16-bit parts of `x`, and what their products must be multiplied by."""
@@ -108,10 +108,14 @@ class GeMM(TileOp):
         if dtype is not torch.float16:
             return value, ""
         value, down = e.call("flowlib.kernels.split:scaled_to_fp16", value, results=2)
-        return value, f" * {down}"
+        return value, down
 
     def _columns(self, e: Emitter, x: Block, value: str) -> str:
         return f"tl.trans(tl.reshape({value}, [{e.padded(x.shape[0])}, {e.padded(x.shape[1])}]))"
+
+
+def _times(*factors: str) -> str:
+    return "".join(f" * {factor}" for factor in factors if factor)
 
 
 class GeMV(GeMM):

@@ -211,7 +211,7 @@ def test_heads_read_their_own_kv_head():
 
 
 @pytest.mark.parametrize(
-    ("pages", "page", "rows", "want"), [(130, 16, 8, 33), (130, 16, 128, 4), (130, 16, 512, 1), (3, 16, 8, 1)]
+    ("pages", "page", "rows", "want"), [(130, 16, 8, 17), (130, 16, 128, 4), (130, 16, 512, 1), (3, 16, 8, 1)]
 )
 def test_split_heuristic(pages, page, rows, want):
     assert attend.num_splits(pages, page, rows) == want
