@@ -216,6 +216,16 @@ def test_a_million_tokens(alpha, kind):
         assert (p * n - 1).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("alpha", [4 / 3, 1.5, 1.75, 2.0])
+def test_a_million_small_tokens_weigh_what_they_should(alpha):
+    """One high score over a plain of 2^20: fp32 can't tell the threshold finely enough, so the mass must be settled."""
+    s = torch.cat([torch.ones(1), draw((1 << 20) - 1, seed=9, scale=1e-6, dtype=torch.float32)])
+    p, truth = entmax(s, alpha).double(), entmax(s.double(), alpha)
+    assert 0.01 < truth[0] <= 1.0
+    assert abs(float(p[0] - truth[0])) <= 8 * torch.finfo(torch.float32).eps
+    assert abs(float(p[1:].sum() - truth[1:].sum())) <= 8 * torch.finfo(torch.float32).eps
+
+
 @pytest.mark.parametrize("alpha", [1.05, 1.5, 1.75, 2.0])
 def test_a_million_tokens_against_bisection(alpha):
     s = draw(1 << 20, seed=11, scale=2.0)

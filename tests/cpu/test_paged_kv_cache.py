@@ -13,6 +13,7 @@ def test_forty_appends_with_regrowth():
     scene = Scene(max_seq_len=701)
     cache = scene.cache
     assert (cache.batch, cache.max_pages, cache.live_pages, cache.max_seq_len) == (2, 44, 44, 701)
+    assert cache.kv.isfinite().all(), "what stands past a row's length is not stored"
     homes = {cache.max_pages}
     for step in range(1, 41):
         scene.append()
