@@ -17,7 +17,8 @@ def encode(x, scale, ROUNDING: tl.constexpr):
     """Codes of fp32 values: ``"up"`` the smallest code that is not below, ``"down"`` the largest that is not above,
     ``"nearest"`` ties to even. What is beyond the largest code becomes that one, a NaN 0x7F."""
     size = tl.minimum(tl.abs(x), LARGEST * scale)
-    value = size * (1.0 / scale)
+    inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)  # 1 / scale; / approximates
+    value = size * inverse
     exponent = tl.maximum(value.to(tl.int32, bitcast=True) >> 23, 121)  # biased by 127; below 2**-6 steps are equal
     steps = value * ((257 - exponent) << 23).to(tl.float32, bitcast=True)  # 8 to 15 of them, fewer below 2**-6
     whole = steps.to(tl.int32)
@@ -55,5 +56,5 @@ def decode(code, scale):
 def count_saturated(p_saturated, x, scale, ROUNDING: tl.constexpr):
     """Adds the number of values whose code is no bound of them: above the largest and rounded up, or mirrored."""
     beyond = x > LARGEST * scale if ROUNDING == "up" else x < -LARGEST * scale
-    count = tl.sum(beyond.to(tl.int64))
-    tl.atomic_add(p_saturated, count, mask=count > 0, sem="relaxed")
+    count = tl.sum(beyond.to(tl.int32))
+    tl.atomic_add(p_saturated, count.to(tl.int64), mask=count > 0, sem="relaxed")

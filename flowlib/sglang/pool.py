@@ -121,7 +121,7 @@ class FlowFields(_Pool):
     def _clear_buffers(self) -> None:
         super()._clear_buffers()
         self._flow_stores.clear()
-        self.flow_fields = {}
+        self.flow_fields, self.flow_scales = {}, {}
 
 
 def pool_class(base: type, setup: FlowSetup) -> type:

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from flowlib.core import float8
-from flowlib.kernels.scaled_float8 import count_saturated, decode, encode
+from flowlib.kernels import scaled_float8
+from flowlib.kernels.scaled_float8 import count_saturated, decode, encode, unscaled
 from flowlib.runtime import interpreter
 from tests.suites.e4m3 import CODES, FINITE, LARGEST, searched
 from tests.suites.same import bits
@@ -74,6 +75,20 @@ def codes_kernel(p_x, p_scale, p_code, p_value, p_count, N, ROUNDING: tl.constex
     tl.store(p_value + o, decode(b_code, scale).to(tl.float32), mask=m)
     if ROUNDING != "nearest":
         count_saturated(p_count, b_x, scale, ROUNDING)
+
+
+@triton.jit
+def values_kernel(p_code, p_value):
+    o = tl.arange(0, 256)
+    tl.store(p_value + o, unscaled(tl.load(p_code + o)))
+
+
+@pytest.mark.parametrize("has_float8", [False, True])
+def test_every_code_is_a_float16_with_and_without_a_gpu_that_converts(has_float8, monkeypatch):
+    monkeypatch.setattr(scaled_float8, "cuda_capability_geq", lambda *capability: has_float8)
+    value = torch.full((256,), 99.0, dtype=torch.float16)
+    values_kernel[(1,)](CODES.view(torch.uint8), value)
+    assert torch.equal(value.double().nan_to_num(-1e9), CODES.double().nan_to_num(-1e9))
 
 
 @pytest.mark.parametrize("scale", [2.0**-64, 2.0**-4, 1.0, 2.0**4, 2.0**64])
