@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import flowlib
 from flowlib import ops
-from flowlib.cli.options import plan_of
+from flowlib.cli import app
 from flowlib.core import float8
 from flowlib.errors import BatchError, FormatError, OptionError
 from flowlib.testing import Case, fill_nan, gamma, scene, verify_flow
@@ -278,8 +279,14 @@ def test_bytes_are_those_of_float8():
 
 
 def test_the_command_line_takes_it():
-    plan = plan_of(flowlib.build("quest"), {"summary_dtype": F8, "summary_scale": 0.5})
-    assert plan.fields["k_max"].dtype is F8
+    shown = CliRunner().invoke(app, ["profile", "quest", "--summary-dtype", "fp8", "--summary-scale", "0.5"])
+    assert shown.exit_code == 0
+    assert "float8_e4m3fn times a scale, rounded down" in shown.output
+    kernels = CliRunner().invoke(app, ["kernels", "quest", "--summary-dtype", "float8_e4m3fn"])
+    assert "import count_saturated, encode, unscaled" in kernels.output
+    wrong = CliRunner().invoke(app, ["kernels", "quest", "--summary-dtype", "fp9"])
+    assert wrong.exit_code == 2
+    assert "--summary-dtype is 'fp9', expected one of bfloat16, float16" in wrong.output
 
 
 def test_a_pool_keeps_one_scale_per_head():

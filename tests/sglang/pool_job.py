@@ -67,6 +67,27 @@ def float8(k_scale):
     return float(((found - stored.amax(0)).abs() / stored.amax(0).abs()).max())
 
 
+def summaries():
+    """How far float8 bounds lie inside of the keys, and outside, relative to the keys; and the bytes of all fields."""
+    generator = torch.Generator().manual_seed(3)
+    setup, pool = make(torch.bfloat16, torch.bfloat16, dense_layers=(0,), summary_dtype="fp8_e4m3", summary_scale=0.25)
+    k = rows(PAGE, torch.bfloat16, generator)
+    pool.set_kv_buffer(layer(1), torch.arange(PAGE, 2 * PAGE), k.clone(), k.clone())
+    store = pool.flow_store(layer(1))
+    high = store.values("k_max")[1, :, 0].float() - k.float().amax(0)
+    low = k.float().amin(0) - store.values("k_min")[1, :, 0].float()
+    size = k.float().abs().amax(0)
+    bounds = torch.stack([high, low])
+    nbytes = sum(f.numel() * f.element_size() for f in pool.flow_fields[1].values())
+    return {
+        "inside": float(bounds.min()),
+        "outside": float((bounds / size).max()),
+        "bytes": [nbytes, setup.field_bytes_per_token * PAGES * PAGE],
+        "scales": {str(i): s.tolist() for i, s in pool.flow_scales.items()},
+        "saturated": store.saturated_bounds(),
+    }
+
+
 def refused():
     """What is said to writes that would leave the fields behind."""
     _, pool = make(torch.float32, torch.float32, dense_layers=(1,))
@@ -100,4 +121,4 @@ def memory():
 
 if __name__ == "__main__":
     answer = {"chunks": chunks_and_decode(), "float8": [float8(s) for s in (1.0, 0.03, 4.0)]}
-    print("ANSWER", json.dumps(answer | {"refused": refused(), "memory": memory()}))
+    print("ANSWER", json.dumps(answer | {"refused": refused(), "memory": memory(), "summaries": summaries()}))

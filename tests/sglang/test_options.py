@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 
+from flowlib import Spec
 from flowlib.core.errors import BackendError, OptionError
 from flowlib.sglang.options import FlowConfig, TraceConfig
 from flowlib.sglang.setup import choose_impl
@@ -30,6 +32,11 @@ WRONG = [
     ('{"trace": {"pages": true}}', "trace.path is None, expected the path of the file to write"),
     ('{"trace": {"path": "t", "page": true}}', "unknown key 'page' in 'trace', expected one of path, pages, mass"),
     ('{"trace": {"path": "t", "mass": 1}}', "trace.mass is 1, expected true or false"),
+    ('{"summary_dtype": "fp8"}', "summary_dtype is 'fp8', expected one of auto, bf16, fp16, fp32, fp8_e4m3"),
+    ('{"summary_dtype": ["auto"]}', "summary_dtype is ['auto'], expected one of auto, bf16"),
+    ('{"summary_dtype": "fp8_e4m3", "summary_scale": 3}', "summary_scale is 3, expected a power of two from 2**-64"),
+    ('{"summary_dtype": "fp8_e4m3", "summary_scale": "1"}', "summary_scale is '1', expected a power of two"),
+    ('{"summary_scale": 2}', "summary_scale is 2, expected 1.0 unless summary_dtype is 'fp8_e4m3'"),
 ]
 
 
@@ -50,16 +57,18 @@ def test_text_and_mapping_mean_the_same():
 
 
 def test_nothing_said_keeps_the_defaults_of_the_spec():
-    from flowlib import Spec
-
     spec, config = Spec(), FlowConfig.parse(None)
     assert config.budget_numbers() == {name: getattr(spec, name) for name in config.budget_numbers()}
+    assert config.summary_numbers() == {name: getattr(spec, name) for name in config.summary_numbers()}
     assert config.to_json() == "{}"
 
 
 def test_written_back_and_read_again_is_the_same():
     config = FlowConfig(top_k=3, options={"x": 2}, dense_layers=(4,), trace=TraceConfig("t", pages=True))
     assert FlowConfig.parse(config.to_json()) == config
+    eight = FlowConfig(summary_dtype="fp8_e4m3", summary_scale=2)
+    assert FlowConfig.parse(eight.to_json()) == eight
+    assert Spec(**eight.summary_numbers()).summary_dtype is torch.float8_e4m3fn
 
 
 def test_the_implementation_is_chosen_by_the_device_and_never_changed_silently(monkeypatch):

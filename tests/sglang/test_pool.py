@@ -24,6 +24,15 @@ def test_float8_summaries_are_descaled(answer):
     assert max(answer["float8"]) <= 2**-8
 
 
+def test_float8_bounds_lie_outside_of_the_keys_and_take_a_byte_an_element(answer):
+    said = answer["summaries"]
+    assert said["inside"] >= 0.0
+    assert said["outside"] <= 2**-3, "a code's step is at most an eighth of its value"
+    assert said["bytes"] == [2 * 8 * 2 * 64, 2 * 8 * 2 * 64]
+    assert said["scales"] == {"1": [0.25, 0.25]}
+    assert said["saturated"] == 0
+
+
 def test_writes_that_would_leave_the_fields_behind_are_refused(answer):
     said = answer["refused"]
     assert said["prefix"].startswith("set_kv_buffer_prefix_valid: speculative writes leave the flow's fields behind")
