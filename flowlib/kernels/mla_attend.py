@@ -13,9 +13,10 @@ import triton.language as tl
 
 _LOG2E = 1.4426950408889634
 _LOW_PRECISION = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16}
-# query rows a tile -> (keys a tile, warps, stages)
+# query rows a tile -> (keys a tile, warps, stages); what spills nothing at 192 and 128 lanes
 _TILES = {16: (64, 4, 2), 64: (64, 4, 2), 128: (64, 8, 2)}
-_WIDE_TILES = {16: (16, 4, 2), 32: (16, 8, 2)}
+_TILES_BEFORE_SM_90 = {16: (64, 4, 2), 64: (32, 4, 3), 128: (32, 8, 3)}
+_WIDE_TILES = {16: (16, 8, 2)}
 
 
 @triton.jit
@@ -94,8 +95,8 @@ def attend_ragged_kernel(
     m_m = o_m < q_len
     o_d0, o_d1 = tl.arange(0, D0).to(tl.int64), D0 + tl.arange(0, max(D1, 1)).to(tl.int64)
     o_v0, o_v1 = tl.arange(0, DV0).to(tl.int64), DV0 + tl.arange(0, max(DV1, 1)).to(tl.int64)
-    o_row = i_q.to(tl.int64) + o_m
-    p_row = p_q + o_row[:, None] * s_q_t + i_h * s_q_h
+    i_row, o_row = i_q.to(tl.int64) + i_m, tl.arange(0, BM).to(tl.int64)
+    p_row = p_q + i_row * s_q_t + i_h * s_q_h + o_row[:, None] * s_q_t
     # [BM, D0]
     b_q0 = tl.load(p_row + o_d0[None, :] * s_q_d, mask=m_m[:, None] & (o_d0 < D)[None, :], other=0.0).to(TYPE)
     # [BM, D1]
@@ -124,13 +125,13 @@ def attend_ragged_kernel(
 
     b_norm = 1.0 / tl.where(b_sum == 0.0, 1.0, b_sum)
     b_lse = tl.where(b_sum == 0.0, float("-inf"), (b_max + tl.log2(b_sum)) * 0.6931471805599453)
-    p_row = p_o + o_row[:, None] * s_o_t + i_h * s_o_h
+    p_row = p_o + i_row * s_o_t + i_h * s_o_h + o_row[:, None] * s_o_t
     b_o0 = (b_o0 * b_norm[:, None]).to(p_o.dtype.element_ty)
     tl.store(p_row + o_v0[None, :] * s_o_d, b_o0, mask=m_m[:, None] & (o_v0 < DV)[None, :])
     if DV1 > 0:
         b_o1 = (b_o1 * b_norm[:, None]).to(p_o.dtype.element_ty)
         tl.store(p_row + o_v1[None, :] * s_o_d, b_o1, mask=m_m[:, None] & (o_v1 < DV)[None, :])
-    tl.store(p_lse + o_row * s_lse_t + i_h * s_lse_h, b_lse, mask=m_m)
+    tl.store(p_lse + i_row * s_lse_t + i_h * s_lse_h + o_row * s_lse_t, b_lse, mask=m_m)
 
 
 def launch_attend_ragged(
@@ -151,15 +152,24 @@ def launch_attend_ragged(
     dv0, dv1 = _cut(v.shape[-1])
     same = q.dtype == k.dtype == v.dtype
     wide = _LOW_PRECISION.get(str(q.dtype), tl.float32) if same else tl.float32
-    tiles = _TILES if wide != tl.float32 else _WIDE_TILES
-    rows = next((rows for rows in tiles if max_query_len <= rows), max(tiles))
-    block, warps, stages = tiles[rows]
+    rows, block, warps, stages = _tile(wide, max_query_len)
     attend_ragged_kernel[(triton.cdiv(max_query_len, rows), q.shape[1], query_start_loc.shape[0] - 1)](
         q, k, v, query_start_loc, kv_start_loc, o, lse, scale * _LOG2E,
         *q.stride(), *k.stride(), *v.stride(), *o.stride(), *lse.stride(),
         D=q.shape[-1], D0=d0, D1=d1, DV=v.shape[-1], DV0=dv0, DV1=dv1, CAUSAL=causal, TYPE=wide, BM=rows, BT=block,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
+
+
+def _tile(wide: tl.dtype, max_query_len: int) -> tuple[int, int, int, int]:
+    """Query rows, keys, warps and stages."""
+    tiles = _WIDE_TILES
+    if wide != tl.float32:
+        interpreted = triton.knobs.runtime.interpret
+        older = not interpreted and triton.runtime.driver.active.get_current_target().arch < 90
+        tiles = _TILES_BEFORE_SM_90 if older else _TILES
+    rows = next((rows for rows in tiles if max_query_len <= rows), max(tiles))
+    return rows, *tiles[rows]
 
 
 def _cut(size: int) -> tuple[int, int]:
