@@ -21,6 +21,7 @@ _FILL_BLOCK = tl.constexpr(128)
 _EARLY_WIDTH = tl.constexpr(2048)
 _VALUE_ROUNDS = tl.constexpr(32)
 _VECTOR = tl.constexpr(16)
+_SEGMENT = tl.constexpr(32)
 _KEYS_PER_THREAD = 32
 
 
@@ -171,12 +172,26 @@ def _threshold_in_loop(p_scores, s_page, first, last, budget, BW: tl.constexpr):
 
 
 @triton.jit
+def _sum_before(b_x):
+    """Sum of the values before each one: within segments, then over segments, which takes few steps between threads."""
+    if b_x.shape[0] <= _SEGMENT * _SEGMENT:
+        b_before = tl.cumsum(b_x, 0) - b_x
+    else:
+        # [segments, _SEGMENT]
+        b_rows = tl.reshape(b_x, [b_x.shape[0] // _SEGMENT, _SEGMENT])
+        b_total = tl.sum(b_rows, 1)
+        b_rows = tl.cumsum(b_rows, 1) - b_rows + (tl.cumsum(b_total, 0) - b_total)[:, None]
+        b_before = tl.reshape(b_rows, [b_x.shape[0]])
+    return b_before
+
+
+@triton.jit
 def _compacted(b_s, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied):
     """(mask of the chosen pages of one block, their slots, masks of the sure and the tied ones)."""
     m_sure = ((o_w < n_pages) & ((o_w < first) | (o_w >= last))) | (b_s > threshold)
     m_tied = b_s == threshold
     b_both = m_sure.to(tl.int32) + (m_tied.to(tl.int32) << 16)
-    b_before = tl.cumsum(b_both, 0) - b_both
+    b_before = _sum_before(b_both)
     b_sure = n_sure + (b_before & 0xFFFF)
     b_tied = n_tied + (b_before >> 16)
     return m_sure | (m_tied & (b_tied < ties)), b_sure + tl.minimum(b_tied, ties), m_sure, m_tied

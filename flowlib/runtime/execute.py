@@ -26,7 +26,7 @@ _BESIDE_FIELDS = {"p_field_scales": SCALES, "p_saturated": SATURATED}
 """Parameters of kernels with float8 summaries, and what a store calls them."""
 SELECT = "flowlib.kernels.select:launch_select"
 ATTEND = "flowlib.kernels.attend:launch_attend"
-_PROGRAMS = 2048
+_PROGRAMS = 4096
 """Of a scoring kernel, about: they share the pages of every row, so that few programs have nothing to do where rows are
 much shorter than the page table is wide."""
 

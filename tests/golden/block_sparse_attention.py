@@ -67,17 +67,17 @@ def score(
     b_q_f32 = b_q.to(tl.float32)
     b_mean = tl.sum(b_q_f32, axis=1, keep_dims=True) / 4.0
     b_gemv_parts_in_rows = parts_in_rows(b_mean, 8, tl.bfloat16)
-    for i_p in tl.range(tl.program_id(1) * 64, i_end, tl.num_programs(1) * 64, num_stages=2):
-        o_p = i_p + tl.arange(0, 64)
+    for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=2):
+        o_p = i_p + tl.arange(0, 128)
         m_p = (o_p >= 1) & (o_p < i_end)
         i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
-        # centroid [64, 128]
+        # centroid [128, 128]
         o_centroid = ((i_page * 8 + i_h) * 128)[:, None] + a_128[None, :]
         m_centroid = m_p[:, None]
         b_centroid_rows = tl.load(f_centroid + o_centroid, mask=m_centroid, other=0.0)
         b_centroid = b_centroid_rows[:, None, :]
-        b_gemv = tl.reshape(tl.sum(tl.dot(b_centroid_rows, tl.trans(b_gemv_parts_in_rows)), axis=1), [64, 1, 1])
-        # scores [64, 1, 1]
+        b_gemv = tl.reshape(tl.sum(tl.dot(b_centroid_rows, tl.trans(b_gemv_parts_in_rows)), axis=1), [128, 1, 1])
+        # scores [128, 1, 1]
         o_scores = i_r * s_scores_r + o_p[:, None, None]
         m_scores = m_p[:, None, None]
         tl.store(w_scores + o_scores, b_gemv.to(w_scores.dtype.element_ty), mask=m_scores)

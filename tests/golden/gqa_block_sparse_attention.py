@@ -66,17 +66,17 @@ def before_softmax(
     o_q = i_b * s_q_b + (i_h * 3 + a_4[None, :, None]) * s_q_h + a_128[None, None, :]
     m_q = (a_4 < 3)[None, :, None] & (a_128 < 96)[None, None, :]
     b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
-    for i_p in tl.range(tl.program_id(1) * 64, i_end, tl.num_programs(1) * 64, num_stages=2):
-        o_p = i_p + tl.arange(0, 64)
+    for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=2):
+        o_p = i_p + tl.arange(0, 128)
         m_p = (o_p >= 1) & (o_p < i_end)
         i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
-        # centroid [64, 96]
+        # centroid [128, 96]
         o_centroid = ((i_page * 2 + i_h) * 96)[:, None] + a_128[None, :]
         m_centroid = m_p[:, None] & (a_128 < 96)[None, :]
         b_centroid_rows = tl.load(f_centroid + o_centroid, mask=m_centroid, other=0.0)
         b_centroid = b_centroid_rows[:, None, :]
-        b_gemm = tl.reshape(tl.dot(b_centroid_rows, tl.trans(tl.reshape(b_q, [4, 128]))), [64, 1, 4])
-        # softmax_in [64, 1, 3]
+        b_gemm = tl.reshape(tl.dot(b_centroid_rows, tl.trans(tl.reshape(b_q, [4, 128]))), [128, 1, 4])
+        # softmax_in [128, 1, 3]
         o_softmax_in = i_r * s_softmax_in_r + (a_4[None, None, :]) * s_softmax_in_lane + o_p[:, None, None]
         m_softmax_in = m_p[:, None, None] & (a_4 < 3)[None, None, :]
         tl.store(w_softmax_in + o_softmax_in, b_gemm.to(w_softmax_in.dtype.element_ty), mask=m_softmax_in)

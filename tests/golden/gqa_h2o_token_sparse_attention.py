@@ -58,17 +58,17 @@ def before_softmax(
     o_q = i_b * s_q_b + (i_h * 4 + a_4[None, :, None]) * s_q_h + a_128[None, None, :]
     m_q = (a_128 < 80)[None, None, :]
     b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
-    for i_p in tl.range(tl.program_id(1) * 64, i_end, tl.num_programs(1) * 64, num_stages=2):
-        o_p = i_p + tl.arange(0, 64)
+    for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=2):
+        o_p = i_p + tl.arange(0, 128)
         m_p = (o_p >= 1) & (o_p < i_end)
         i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
-        # k [64, 80]
+        # k [128, 80]
         o_k = (i_page * 1)[:, None] * s_k_t + i_h * s_k_h + a_128[None, :]
         m_k = m_p[:, None] & (a_128 < 80)[None, :]
         b_k_rows = tl.load(p_k + o_k, mask=m_k, other=0.0)
         b_k = b_k_rows[:, None, :]
-        b_gemm = tl.reshape(tl.dot(b_k_rows, tl.trans(tl.reshape(b_q, [4, 128]))), [64, 1, 4])
-        # softmax_in [64, 1, 4]
+        b_gemm = tl.reshape(tl.dot(b_k_rows, tl.trans(tl.reshape(b_q, [4, 128]))), [128, 1, 4])
+        # softmax_in [128, 1, 4]
         o_softmax_in = i_r * s_softmax_in_r + (a_4[None, None, :]) * s_softmax_in_lane + o_p[:, None, None]
         m_softmax_in = m_p[:, None, None]
         tl.store(w_softmax_in + o_softmax_in, b_gemm.to(w_softmax_in.dtype.element_ty), mask=m_softmax_in)

@@ -75,26 +75,26 @@ def score(
     b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
     b_positivepart = (tl.where(b_q > 0, b_q, 0.0)).to(b_q.dtype)
     b_negativepart = (tl.where(b_q < 0, b_q, 0.0)).to(b_q.dtype)
-    for i_p in tl.range(tl.program_id(1) * 64, i_end, tl.num_programs(1) * 64, num_stages=2):
-        o_p = i_p + tl.arange(0, 64)
+    for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=2):
+        o_p = i_p + tl.arange(0, 128)
         m_p = (o_p >= 0) & (o_p < i_end)
         i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
-        # k_max [64, 64]
+        # k_max [128, 64]
         o_k_max = ((i_page * 1 + i_h) * 64)[:, None] + a_64[None, :]
         m_k_max = m_p[:, None]
         b_k_max_rows = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0.0)
         b_k_max = b_k_max_rows[:, None, :]
-        b_gemm = tl.permute(tl.reshape(tl.dot(b_k_max_rows, tl.trans(tl.reshape(b_positivepart, [8, 64]))), [64, 1, 8]), (0, 2, 1))
-        # k_min [64, 64]
+        b_gemm = tl.permute(tl.reshape(tl.dot(b_k_max_rows, tl.trans(tl.reshape(b_positivepart, [8, 64]))), [128, 1, 8]), (0, 2, 1))
+        # k_min [128, 64]
         o_k_min = ((i_page * 1 + i_h) * 64)[:, None] + a_64[None, :]
         m_k_min = m_p[:, None]
         b_k_min_rows = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0.0)
         b_k_min = b_k_min_rows[:, None, :]
-        b_gemm_2 = tl.permute(tl.reshape(tl.dot(b_k_min_rows, tl.trans(tl.reshape(b_negativepart, [8, 64]))), [64, 1, 8]), (0, 2, 1))
+        b_gemm_2 = tl.permute(tl.reshape(tl.dot(b_k_min_rows, tl.trans(tl.reshape(b_negativepart, [8, 64]))), [128, 1, 8]), (0, 2, 1))
         b_add = b_gemm + b_gemm_2
         b_max = tl.where(b_add == b_add, b_add, float("-inf"))
         b_max_2 = tl.max(tl.where((a_8 < 7)[None, :, None], b_max, float("-inf")), axis=1, keep_dims=True)
-        # scores [64, 1, 1]
+        # scores [128, 1, 1]
         o_scores = i_r * s_scores_r + o_p[:, None, None]
         m_scores = m_p[:, None, None]
         tl.store(w_scores + o_scores, b_max_2.to(w_scores.dtype.element_ty), mask=m_scores)

@@ -79,26 +79,26 @@ def before_keepnucleus(
     b_negativepart_f32 = b_negativepart.to(tl.float32)
     b_gemm_scaled_to_fp16_3, b_gemm_scaled_to_fp16_4 = scaled_to_fp16(b_negativepart_f32)
     b_gemm_parts_in_rows_2 = parts_in_rows(b_gemm_scaled_to_fp16_3, 8, tl.float16)
-    for i_p in tl.range(tl.program_id(1) * 32, i_end, tl.num_programs(1) * 32, num_stages=2):
-        o_p = i_p + tl.arange(0, 32)
+    for i_p in tl.range(tl.program_id(1) * 64, i_end, tl.num_programs(1) * 64, num_stages=2):
+        o_p = i_p + tl.arange(0, 64)
         m_p = (o_p >= 1) & (o_p < i_end)
         i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
-        # k_max [32, 128]
+        # k_max [64, 128]
         o_k_max = ((i_page * 4 + i_h) * 128)[:, None] + a_128[None, :]
         m_k_max = m_p[:, None]
         b_k_max_rows = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0.0)
         b_k_max = b_k_max_rows[:, None, :]
-        b_gemm = tl.reshape(tl.sum(tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows)), axis=1), [32, 1, 1]) * b_gemm_scaled_to_fp16_2
-        # k_min [32, 128]
+        b_gemm = tl.reshape(tl.sum(tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_2
+        # k_min [64, 128]
         o_k_min = ((i_page * 4 + i_h) * 128)[:, None] + a_128[None, :]
         m_k_min = m_p[:, None]
         b_k_min_rows = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0.0)
         b_k_min = b_k_min_rows[:, None, :]
-        b_gemm_2 = tl.reshape(tl.sum(tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2)), axis=1), [32, 1, 1]) * b_gemm_scaled_to_fp16_4
+        b_gemm_2 = tl.reshape(tl.sum(tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_4
         b_add = b_gemm + b_gemm_2
         b_max = tl.where(b_add == b_add, b_add, float("-inf"))
         b_max_2 = tl.max(b_max, axis=1, keep_dims=True)
-        # keepnucleus_in [32, 1, 1]
+        # keepnucleus_in [64, 1, 1]
         o_keepnucleus_in = i_r * s_keepnucleus_in_r + o_p[:, None, None]
         m_keepnucleus_in = m_p[:, None, None]
         tl.store(w_keepnucleus_in + o_keepnucleus_in, b_max_2.to(w_keepnucleus_in.dtype.element_ty), mask=m_keepnucleus_in)
