@@ -147,6 +147,7 @@ def _row_prologue(w: KernelWriter) -> None:
     tokens, size = "tl.load(p_seq_lens + i_b).to(tl.int64)", spec.page_size
     w.line(f"n_pages = {tokens}" if size == 1 else f"n_pages = ({tokens} + {size - 1}) // {size}")
     w.line(f"i_end = tl.minimum(n_pages, width) - {spec.eos}")
+    w.line(f"if tl.program_id(1) * {tile} >= i_end:", "return")
     span = f"tl.program_id(1) * {tile}, i_end, tl.num_programs(1) * {tile}"
     w.loop("i_p", f"for i_p in tl.range({span}, num_stages={{stages}}):")
     w.line(f"o_p = i_p + tl.arange(0, {tile})")

@@ -25,6 +25,22 @@ _LOW_PRECISION = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16}
 
 
 @triton.jit
+def _merge_part(
+    p_partial_o, p_partial_lse, p_o, b_top, b_norm, m_g, n_splits, START: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr
+):
+    """Some columns of the merged output."""
+    o_v = START + tl.arange(0, BV)
+    m_v = m_g[:, None] & (o_v < DV)[None, :]
+    b_o = tl.zeros((m_g.shape[0], BV), tl.float32)
+    for i_s in tl.range(0, n_splits, loop_unroll_factor=max(1, min(8, 4096 // (m_g.shape[0] * BV)))):
+        # [BG]
+        b_w = tl.exp(tl.load(p_partial_lse + i_s, mask=m_g, other=float("-inf")) - b_top)
+        # [BG, BV]
+        b_o += b_w[:, None] * tl.load(p_partial_o + i_s * DV + o_v[None, :], mask=m_v, other=0.0)
+    tl.store(p_o + o_v[None, :], (b_o * b_norm[:, None]).to(p_o.dtype.element_ty), mask=m_v)
+
+
+@triton.jit
 def _merge(
     p_partial_o, p_partial_lse, p_o, p_lse, i_b, i_hq, n_heads, n_splits, s_o_b, s_o_h, s_lse_b, s_lse_h,
     HQ: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr,
@@ -43,17 +59,9 @@ def _merge(
     b_norm = 1.0 / tl.where(b_total == 0.0, 1.0, b_total)
     p_partial_o += ((i_b * HQ + i_hq + o_g) * n_splits * DV)[:, None]
     p_o += i_b * s_o_b + (i_hq + o_g)[:, None] * s_o_h
-    for i_part in tl.static_range(2 if DV1 > 0 else 1):
-        WIDTH: tl.constexpr = DV1 if i_part else DV0
-        o_v = (DV0 if i_part else 0) + tl.arange(0, WIDTH)
-        m_v = m_g[:, None] & (o_v < DV)[None, :]
-        b_o = tl.zeros((BG, WIDTH), tl.float32)
-        for i_s in tl.range(0, n_splits, loop_unroll_factor=max(1, min(8, 4096 // (BG * WIDTH)))):
-            # [BG]
-            b_w = tl.exp(tl.load(p_partial_lse + i_s, mask=m_g, other=float("-inf")) - b_top)
-            # [BG, WIDTH]
-            b_o += b_w[:, None] * tl.load(p_partial_o + i_s * DV + o_v[None, :], mask=m_v, other=0.0)
-        tl.store(p_o + o_v[None, :], (b_o * b_norm[:, None]).to(p_o.dtype.element_ty), mask=m_v)
+    _merge_part(p_partial_o, p_partial_lse, p_o, b_top, b_norm, m_g, n_splits, 0, DV, DV0)
+    if DV1 > 0:
+        _merge_part(p_partial_o, p_partial_lse, p_o, b_top, b_norm, m_g, n_splits, DV0, DV, DV1)
     b_lse = tl.where(b_total == 0.0, float("-inf"), b_top + tl.log(b_total))
     tl.store(p_lse + i_b * s_lse_b + (i_hq + o_g) * s_lse_h, b_lse, mask=m_g)
 

@@ -26,9 +26,10 @@ _BESIDE_FIELDS = {"p_field_scales": SCALES, "p_saturated": SATURATED}
 """Parameters of kernels with float8 summaries, and what a store calls them."""
 SELECT = "flowlib.kernels.select:launch_select"
 ATTEND = "flowlib.kernels.attend:launch_attend"
-_PROGRAMS = 4096
-"""Of a scoring kernel, about: they share the pages of every row, so that few programs have nothing to do where rows are
-much shorter than the page table is wide."""
+_PROGRAMS = 1024
+"""Of a scoring kernel, about what a large GPU runs at once: they share the pages of every row, so that few of them have
+nothing to do where rows are much shorter than the page table is wide."""
+_MAX_TILES = 8  # a program: more would be a long tail where one row is much longer than the others
 
 
 @functools.cache
@@ -67,8 +68,8 @@ class TileKernel:
         """
         step = {"page_table": batch.page_table, "seq_lens": batch.seq_lens}
         rows = batch.size * self.spec.num_kv_heads
-        sharing = 1 if self.per_row else min(-(-batch.width // self.tile), -(-_PROGRAMS // rows))
-        grid = (rows, max(1, sharing))
+        tiles = 1 if self.per_row else -(-batch.width // self.tile)
+        grid = (rows, max(1, min(tiles, max(-(-_PROGRAMS // rows), -(-tiles // _MAX_TILES)))))
         self._launch(grid, (tensors, tensors if fields is None else fields, step), pdl)
 
     def on_written(self, tensors: Tensors, loc: torch.Tensor, pdl: bool = False, fields: Tensors | None = None) -> None:

@@ -58,7 +58,7 @@ SHAPES = [
     Shape(splits=4),
     Shape(dim=64, v_dim=64, per_head=True, alibi=True),
     Shape(group=8, page=1),
-    Shape(group=7, dim=96, v_dim=96, heads=4, page=48),
+    Shape(group=7, dim=96, v_dim=96, heads=4, page=48, splits=3),
     Shape(heads=3, group=3, dim=64, v_dim=64, page=128),
     Shape(kv_dtype=FP8),
     Shape(heads=1, group=16, dim=576, v_dim=512, splits=8),

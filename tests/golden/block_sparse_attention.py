@@ -59,6 +59,8 @@ def score(
     i_h = i_r % 8
     n_pages = (tl.load(p_seq_lens + i_b).to(tl.int64) + 15) // 16
     i_end = tl.minimum(n_pages, width) - 1
+    if tl.program_id(1) * 128 >= i_end:
+        return
     a_4 = tl.arange(0, 4)
     a_128 = tl.arange(0, 128)
     # q [1, 4, 128]

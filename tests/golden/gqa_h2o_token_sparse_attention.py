@@ -52,6 +52,8 @@ def before_softmax(
     i_h = i_r % 2
     n_pages = tl.load(p_seq_lens + i_b).to(tl.int64)
     i_end = tl.minimum(n_pages, width) - 1
+    if tl.program_id(1) * 128 >= i_end:
+        return
     a_4 = tl.arange(0, 4)
     a_128 = tl.arange(0, 128)
     # q [1, 4, 80]
@@ -95,6 +97,8 @@ def score(
     i_h = i_r % 2
     n_pages = tl.load(p_seq_lens + i_b).to(tl.int64)
     i_end = tl.minimum(n_pages, width) - 1
+    if tl.program_id(1) * 128 >= i_end:
+        return
     a_4 = tl.arange(0, 4)
     for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=1):
         o_p = i_p + tl.arange(0, 128)

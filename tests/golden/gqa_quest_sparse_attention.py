@@ -67,6 +67,8 @@ def score(
     i_h = i_r % 1
     n_pages = (tl.load(p_seq_lens + i_b).to(tl.int64) + 47) // 48
     i_end = tl.minimum(n_pages, width) - 2
+    if tl.program_id(1) * 128 >= i_end:
+        return
     a_64 = tl.arange(0, 64)
     a_8 = tl.arange(0, 8)
     # q [1, 7, 64]

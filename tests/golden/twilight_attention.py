@@ -67,6 +67,8 @@ def before_keepnucleus(
     i_h = i_r % 4
     n_pages = (tl.load(p_seq_lens + i_b).to(tl.int64) + 15) // 16
     i_end = tl.minimum(n_pages, width) - 1
+    if tl.program_id(1) * 64 >= i_end:
+        return
     a_128 = tl.arange(0, 128)
     # q [1, 1, 128]
     o_q = i_b * s_q_b + i_h * s_q_h + a_128[None, None, :]
