@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import flowlib
-from flowlib.compiler.emit import tile_pages
 from flowlib.runtime import interpreter
 from flowlib.testing.compile_only import SHARED_MEMORY_LIMIT, compile_only, report
 from tests.compile.test_flows_compile import generated, plan_for
@@ -52,12 +51,3 @@ def test_nothing_spills(name, sizes, target):
     for kernel in kernels:
         assert kernel.name not in generated(plan) or kernel.spills == 0, kernel
         assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT[target], kernel
-
-
-@pytest.mark.parametrize(
-    ("name", "factor"),
-    [("gqa_quest_sparse_attention", 2), ("block_sparse_attention", 2), ("gaussian_sparse_attention", 1)],
-)
-def test_programs_that_only_multiply_float8_fields_take_twice_the_pages(name, factor):
-    eight, sixteen = (plan_for(name, summary_dtype=t, **ORDINARY).program.step_stages[0] for t in (FP8, None))
-    assert tile_pages(eight) == factor * tile_pages(sixteen)

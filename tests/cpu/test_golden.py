@@ -18,6 +18,9 @@ SPECS = {
         page_size=48, head_dim=64, group_size=7, num_kv_heads=1, kv_dtype=torch.float8_e4m3fn, k_scale=0.5, bos=0, eos=2
     ),
     "gqa_h2o_token_sparse_attention": flowlib.Spec(page_size=1, head_dim=80, group_size=4, num_kv_heads=2),
+    "quest_sparse_attention": flowlib.Spec(
+        head_dim=96, group_size=4, num_kv_heads=2, summary_dtype=torch.float8_e4m3fn
+    ),
     "twilight_attention": flowlib.Spec(head_dim=128, group_size=1, num_kv_heads=4, kv_dtype=torch.float16),
 }
 
