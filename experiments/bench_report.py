@@ -12,6 +12,7 @@ from typing import Any
 
 from bench_gate import Verdict, worst
 from bench_measure import STAGES, Row
+from bench_shapes import FLOAT8
 from bench_timing import Timed
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -97,7 +98,7 @@ def cells(row: Row) -> list[str]:
     reused = "" if row.reuse.get("step", 0.0) >= 8 else f" ({row.reuse.get('step', 0.0):.1f}x L2)"
     return [
         row.shape,
-        row.flow.removesuffix("_sparse_attention"),
+        row.flow.replace("_sparse_attention", ""),
         *(_us(row.stages.get(name)) for name in STAGES),
         f"{row.step.us:.2f}",
         f"{100 * row.step.spread:.1f} %",
@@ -125,7 +126,7 @@ def goal_text(row: Row) -> str:
     dense = row.fastest_dense
     if not row.standard or dense is None:
         return ""
-    goals, batch = GOALS.get(row.flow.partition("(")[0], {}), int(row.asked.split("x")[0])
+    goals, batch = GOALS.get(row.flow.removesuffix(FLOAT8).partition("(")[0], {}), int(row.asked.split("x")[0])
     if goals and row.attended == 1.0 and batch == 1:
         extra = row.step.us - dense[1].us
         return f"+{SINGLE_COVERED_US:g} us: {extra:+.1f} {_met(extra <= SINGLE_COVERED_US)}"
@@ -231,7 +232,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    labels = [f"{row.shape}\n{row.flow.removesuffix('_sparse_attention')}" for row in rows]
+    labels = [f"{row.shape}\n{row.flow.replace('_sparse_attention', '')}" for row in rows]
     places = list(range(len(rows)))
     figure, (times, gains) = pyplot.subplots(
         2, 1, figsize=(max(8.0, 1.1 * len(rows)), 10), sharex=True, constrained_layout=True

@@ -14,7 +14,9 @@ import flowlib
 SHAPES = ("16x32k", "16x128k", "64x32k", "1x128k", "16x8k", "16x2048", "1x2048", "1x32k", "64x8k")
 """Batch x context, the most telling first; the budget covers a context of 2,048 tokens."""
 QUICK_SHAPES = ("16x32k", "1x128k", "16x2048")
-FLOWS = ("gqa_quest_sparse_attention", "block_sparse_attention")
+FLOAT8 = "+fp8"
+"""What ends the name of a flow whose summaries are float8."""
+FLOWS = tuple(f"{name}{end}" for name in ("gqa_quest_sparse_attention", "block_sparse_attention") for end in ("", FLOAT8))
 RAGGED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Contexts of a ragged batch in units of 1,024 tokens, taken in turn."""
 VARIANTS: tuple[tuple[str, dict[str, int]], ...] = (
@@ -83,20 +85,22 @@ class Workload:
 
 @dataclass(frozen=True)
 class FlowChoice:
-    """A flow by name, with its options."""
+    """A flow by name, with its options, and whether its summaries are float8."""
 
     name: str
     options: dict[str, object]
+    float8: bool = False
 
     @property
     def label(self) -> str:
-        """Name and options."""
+        """Name, options and dtype of the summaries."""
         inner = ", ".join(f"{k}={v}" for k, v in self.options.items())
-        return f"{self.name}({inner})" if inner else self.name
+        return (f"{self.name}({inner})" if inner else self.name) + (FLOAT8 if self.float8 else "")
 
     def plan(self, workload: Workload, **more: object) -> flowlib.Plan:
         """The flow's plan for a workload. Raises flowlib's errors."""
-        return flowlib.profile(self.build(), workload.spec(**more))
+        summaries = {"summary_dtype": torch.float8_e4m3fn} if self.float8 else {}
+        return flowlib.profile(self.build(), workload.spec(**summaries, **more))
 
     def build(self) -> flowlib.vFlow:
         """The flow. Raises UnknownFlowError, OptionError."""
@@ -104,7 +108,7 @@ class FlowChoice:
 
 
 def parse_flow(text: str) -> FlowChoice:
-    """``name`` or ``name:{"option": value}``.
+    """``name`` or ``name:{"option": value}``, a name that ends in ``+fp8`` for float8 summaries.
 
     Raises:
         BenchError: the options are no JSON object.
@@ -116,7 +120,7 @@ def parse_flow(text: str) -> FlowChoice:
         raise BenchError(f"--flow {text}: the options are no JSON ({error})") from error
     if not isinstance(given, dict):
         raise BenchError(f"--flow {text}: the options are {options}, expected a JSON object")
-    return FlowChoice(name, given)
+    return FlowChoice(name.removesuffix(FLOAT8), given, name.endswith(FLOAT8))
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
