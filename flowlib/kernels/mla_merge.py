@@ -30,7 +30,7 @@ def merge_states_kernel(
     # [BR]
     b_pl = tl.load(p_pl + o_t * s_pl_t + o_h * s_pl_h, mask=m_r & m_both, other=float("-inf"))
     b_ps = tl.where(b_pl == float("inf"), float("-inf"), b_pl)
-    b_ss = tl.where((b_sl == float("inf")) & m_both, float("-inf"), b_sl)
+    b_ss = tl.where(b_sl == float("inf"), float("-inf"), b_sl)
     b_max = tl.maximum(b_ps, b_ss)
     m_none = b_max == float("-inf")  # no key on either side: the prefix's output stands
     b_base = tl.where(m_none, 0.0, b_max)

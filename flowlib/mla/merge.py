@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from flowlib.compiler.load import load_function
@@ -51,14 +53,9 @@ def merge_attn_states(
         ShapeError, FormatError, BatchError, OptionError, BackendError: before anything is written.
     """
     what = "merge_attn_states"
-    check_tensor(what, "suffix_output", suffix_output, "T H D", (None, None, None), _FLOATS)
-    shape, device = tuple(suffix_output.shape), suffix_output.device
-    check_tensor(what, "prefix_output", prefix_output, "T H D", shape, _FLOATS, device)
-    wide = torch.float64 if torch.float64 in (prefix_output.dtype, suffix_output.dtype) else torch.float32
-    for name, lse in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse)):
-        _check_lse(name, lse, shape, wide, device)
-    if out is None:
-        out = torch.empty(shape, dtype=suffix_output.dtype, device=device)
+    wide = _check_inputs(prefix_output, prefix_lse, suffix_output, suffix_lse)
+    shape, device = suffix_output.shape, suffix_output.device
+    out = torch.empty(shape, dtype=suffix_output.dtype, device=device) if out is None else out
     check_tensor(what, "out", out, "T H D", shape, (*_FLOATS, *_FP8), device)
     _check_target("out", out, {"prefix_output": prefix_output, "suffix_output": suffix_output})
     if out_lse is not None:
@@ -104,6 +101,18 @@ def _merged(
     return o, torch.where(with_prefix, lse, suffix_lse)
 
 
+def _check_inputs(
+    prefix: torch.Tensor, prefix_lse: torch.Tensor, suffix: torch.Tensor, suffix_lse: torch.Tensor
+) -> torch.dtype:
+    """What to compute in."""
+    check_tensor("merge_attn_states", "suffix_output", suffix, "T H D", (None, None, None), _FLOATS)
+    check_tensor("merge_attn_states", "prefix_output", prefix, "T H D", suffix.shape, _FLOATS, suffix.device)
+    wide = torch.float64 if torch.float64 in (prefix.dtype, suffix.dtype) else torch.float32
+    _check_lse("prefix_lse", prefix_lse, suffix.shape, wide, suffix.device)
+    _check_lse("suffix_lse", suffix_lse, suffix.shape, wide, suffix.device)
+    return wide
+
+
 def _limit(given: int | None, tokens: int) -> int:
     if given is None:
         return tokens
@@ -115,7 +124,7 @@ def _limit(given: int | None, tokens: int) -> int:
 
 
 def _check_lse(
-    name: str, lse: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    name: str, lse: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> None:
     tokens, heads = shape[:2]
     if isinstance(lse, torch.Tensor) and tuple(lse.shape) == (heads, tokens) != (tokens, heads):

@@ -156,6 +156,17 @@ def test_what_flashinfer_does_not_serve_is_said(monkeypatch):
         mla.check_lse_base("fa3")
 
 
+def test_strides_are_not_left_to_flashinfer(flashinfer):
+    """Values that are a part of wider rows (of 192, or of nope and value together) broke other servers."""
+    q, k, both = (cases.lcg(i, n, 2, d).to(torch.bfloat16) for i, n, d in ((1, 9, 192), (2, 5, 192), (3, 5, 256)))
+    batch = mla.RaggedBatch.of((0, 3, 9), (0, 1, 5))
+    q = q.transpose(0, 1).contiguous().transpose(0, 1)
+    o, lse = mla.varlen_attention(q, k, both[..., 128:], batch, scale=0.1, causal=False, attention="flashinfer")
+    wanted = mla.varlen_attention(q, k, both[..., 128:], batch, scale=0.1, causal=False, attention="reference")
+    assert torch.equal(o, wanted[0])
+    assert (lse - wanted[1]).abs().max() <= 1e-6
+
+
 @pytest.mark.parametrize("habit", ["+inf", "garbage"])
 def test_merging_a_foreign_kernels_empty_rows(habit, flashinfer):
     """FlashAttention 2 writes +inf for queries without keys; `varlen_attention` gives 0 and -inf for any kernel."""
