@@ -74,7 +74,8 @@ def attend_kernel(
     H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     QK_TYPE: tl.constexpr, PV_TYPE: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
-    SPLIT: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, PHYSICAL: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+    SELECTED: tl.constexpr, SPLIT: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, PHYSICAL: tl.constexpr,
+    WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_tiles: tl.constexpr = (HEADS + BH - 1) // BH
     i_list, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
@@ -88,19 +89,22 @@ def attend_kernel(
     o_d0, o_d1 = tl.arange(0, D0), D0 + tl.arange(0, max(D1, 1))
     o_v0, o_v1 = tl.arange(0, DV0), DV0 + tl.arange(0, max(DV1, 1))
 
-    begin(PDL)
+    if not SELECTED:
+        begin(PDL)
     seq_len = tl.minimum(tl.load(p_seq_lens + i_b), W * PAGE)
-    n_pages = tl.maximum(tl.minimum(tl.load(p_lengths + i_list), M), 0)
-    per_split = tl.cdiv(tl.cdiv(n_pages * PAGE, BT), n_splits) * BT
-    first = i_split * per_split
-    last = tl.minimum(first + per_split, n_pages * PAGE)
-
     p_q += i_b * s_q_b + o_hq[:, None] * s_q_h
     # [BH, D0]
     b_q0 = tl.load(p_q + o_d0[None, :], mask=m_g[:, None] & (o_d0 < D)[None, :], other=0.0).to(QK_TYPE)
     if D1 > 0:
         # [BH, D1]
         b_q1 = tl.load(p_q + o_d1[None, :], mask=m_g[:, None] & (o_d1 < D)[None, :], other=0.0).to(QK_TYPE)
+    if SELECTED:  # selection began after what wrote lengths and queries
+        begin(PDL)
+    n_pages = tl.maximum(tl.minimum(tl.load(p_lengths + i_list), M), 0)
+    per_split = tl.cdiv(tl.cdiv(n_pages * PAGE, BT), n_splits) * BT
+    first = i_split * per_split
+    last = tl.minimum(first + per_split, n_pages * PAGE)
+
     if p_slopes is not None:
         # [BH]
         b_slope = tl.load(p_slopes + o_hq, mask=m_g, other=0.0) * 1.4426950408889634
@@ -202,7 +206,8 @@ def launch_attend(
     q: Any, k: Any, v: Any, page_table: Any, seq_lens: Any, pages: Any, lengths: Any, o: Any, lse: Any,
     partial_o: Any = None, partial_lse: Any = None, arrived: Any = None, *,
     num_kv_heads: int, group_size: int, lanes: int, page_size: int, scale: float, k_scale: float, v_scale: float,
-    alibi_slopes: Any = None, num_splits: int = 1, physical: Any = None, pdl: bool = False,
+    alibi_slopes: Any = None, num_splits: int = 1, physical: Any = None, selected: bool = False,
+    pdl: bool = False,
 ) -> None:  # fmt: skip
     """Attend to the tokens of every row's page list.
 
@@ -219,6 +224,7 @@ def launch_attend(
             split.
         scale: factor of q . k; k_scale, v_scale: what one unit of stored k and v stands for.
         physical: int32 like pages, the physical pages of the lists; None to look them up in the page table.
+        selected: the kernel launched just before is the selection that wrote `pages`, with the same `pdl`.
         pdl: programmatic dependent launch (sm_90 and later).
         alibi_slopes: fp32 ``[H_q]``: adds ``slope * (position - (seq_len - 1))`` to a score.
 
@@ -237,7 +243,7 @@ def launch_attend(
         page_table.stride(0), page_table.shape[1], pages.shape[-1],
         H=num_kv_heads, G=group_size, LANES=lanes, PAGE=page_size, D=head_dim, D0=d0, D1=d1, DV=v_head_dim, DV0=dv0,
         DV1=dv1, QK_TYPE=qk_type, PV_TYPE=pv_type, HEADS=heads, BH=_HEAD_TILE, BT=block,
-        SPLIT=num_splits > 1, BG=min(_HEAD_TILE, triton.next_power_of_2(heads)),
+        SELECTED=selected, SPLIT=num_splits > 1, BG=min(_HEAD_TILE, triton.next_power_of_2(heads)),
         BS=triton.next_power_of_2(num_splits), PHYSICAL=physical is not None, WHOLE=block % page_size == 0,
         num_warps=warps, num_stages=stages, **options(pdl),
     )  # fmt: skip

@@ -244,12 +244,15 @@ def select_kernel(
 ):  # fmt: skip
     i_list = tl.program_id(0).to(tl.int64)
     i_row = i_list // LANES
-    begin(PDL)
+    if not SCORED:
+        begin(PDL)
+    seq_len = tl.load(p_seq_lens + i_row // H)
+    if SCORED:  # the kernel that wrote the scores began after what wrote the lengths
+        begin(PDL)
     p_pages += i_list * M
     if PHYSICAL:
         p_physical += i_list * M
         p_table += i_row // H * s_table
-    seq_len = tl.load(p_seq_lens + i_row // H)
     n_pages = tl.maximum(tl.minimum((seq_len + PAGE - 1) // PAGE, W), 0)
     first = bos
     last = n_pages - eos
