@@ -194,11 +194,12 @@ def _error(step: Step, stage: str) -> str:
 
 
 def names_of(flows: list[str] | None, flow_file: str | None) -> list[str]:
-    """The flows asked for: those named, those of the file, or every registered one."""
+    """The flows asked for: those named, those of the file, or every registered one over K and V."""
     built_in = flowlib.list_flows()
     if flow_file is not None:
         registry.load_file(flow_file)
-    names = list(flows or ()) or [n for n in registry.registered() if flow_file is None or n not in built_in]
+    known = flowlib.list_flows(mla=False) if flow_file is None else registry.registered()
+    names = list(flows or ()) or [n for n in known if flow_file is None or n not in built_in]
     for name in names:
         registry.find(name)
     if not names:

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from flowlib.core.context import ContextBase
-from flowlib.core.flow import vFlow
+from flowlib.core.flow import vFlow, vFlowMLA
 from flowlib.core.formats import FORMAT, Mode
 from flowlib.core.refused import REFUSED, refused
 from flowlib.core.registry import register
@@ -68,6 +68,7 @@ __all__ = [
     "profile",
     "register",
     "vFlow",
+    "vFlowMLA",
     "vTensor",
 ]
 

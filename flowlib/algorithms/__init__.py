@@ -7,6 +7,12 @@ from flowlib.algorithms.h2o import GQAH2OSparseAttention, H2OSparseAttention
 from flowlib.algorithms.h2o_token import GQAH2OTokenSparseAttention, H2OTokenSparseAttention
 from flowlib.algorithms.lserve import LServeCentroidSparseAttention, LServeSparseAttention
 from flowlib.algorithms.masked_quest import MaskedQuestSparseAttention
+from flowlib.algorithms.mla import (
+    LServeCentroidMLA,
+    QuestMLA,
+    RopeAwareBlockSparseMLA,
+    RopeUnawareBlockSparseMLA,
+)
 from flowlib.algorithms.quest import GQAQuestSparseAttention, QuestSparseAttention
 from flowlib.algorithms.running_avg import RunningAvgBlockSparseAttention
 from flowlib.algorithms.streaming import StreamingAttention
@@ -23,10 +29,14 @@ __all__ = [
     "GaussianSparseAttention",
     "H2OSparseAttention",
     "H2OTokenSparseAttention",
+    "LServeCentroidMLA",
     "LServeCentroidSparseAttention",
     "LServeSparseAttention",
     "MaskedQuestSparseAttention",
+    "QuestMLA",
     "QuestSparseAttention",
+    "RopeAwareBlockSparseMLA",
+    "RopeUnawareBlockSparseMLA",
     "RunningAvgBlockSparseAttention",
     "StreamingAttention",
     "TwilightAttention",

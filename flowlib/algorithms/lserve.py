@@ -19,17 +19,22 @@ from flowlib.ops import CMaxInterleave, CMeanInterleave, CMinInterleave, GeMM, M
 SUB_BLOCK = 16
 
 
+def check_sub_blocks(flow: str, spec: Spec) -> None:
+    """Raises OptionError where a page is no whole number of sub-blocks."""
+    if spec.page_size > SUB_BLOCK and spec.page_size % SUB_BLOCK:
+        raise OptionError(
+            f"{flow}: page_size is {spec.page_size}, expected at most {SUB_BLOCK} or a multiple of it: "
+            f"a page is cut into sub-blocks of {SUB_BLOCK} tokens"
+        )
+
+
 class _SubBlocks(vFlow):
     """Pages that are whole numbers of sub-blocks."""
 
     default_page_size = 64
 
     def check_spec(self, spec: Spec) -> None:
-        if spec.page_size > SUB_BLOCK and spec.page_size % SUB_BLOCK:
-            raise OptionError(
-                f"{self.flow_name}: page_size is {spec.page_size}, expected at most {SUB_BLOCK} or a multiple of it: "
-                f"a page is cut into sub-blocks of {SUB_BLOCK} tokens"
-            )
+        check_sub_blocks(self.flow_name, spec)
 
 
 @register("lserve_sparse_attention")

@@ -32,6 +32,7 @@ _SPEC: dict[str, tuple[type, str]] = {
     "page_size": (int, "Tokens per page; the flow's default where not given."),
     "head_dim": (int, "Size of a key."),
     "v_head_dim": (int, "Size of a value; that of a key where not given."),
+    "kv_lora_rank": (int, "Content channels of an MLA latent of head_dim channels; none without MLA."),
     "group_size": (int, "Query heads per KV head."),
     "num_kv_heads": (int, "KV heads."),
     "kv_dtype": (str, "bfloat16, float16, float32 or float8_e4m3fn."),
@@ -61,7 +62,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None
 
-    run.__signature__ = inspect.signature(command)  # type: ignore[attr-defined]
+    run.__signature__ = inspect.signature(command, eval_str=True)  # type: ignore[attr-defined]
     return run
 
 
@@ -93,7 +94,7 @@ def plan_of(flow: vFlow, spec: Mapping[str, Any], prefix_cache: bool = False) ->
     """The flow's plan for the numbers given, its own page size and the spec's defaults."""
     from flowlib import profile
 
-    return profile(flow, Spec(**{"page_size": flow.default_page_size, **spec}), prefix_cache=prefix_cache)
+    return profile(flow, flow.default_spec(**spec), prefix_cache=prefix_cache)
 
 
 def parse_options(option: list[str] | None) -> dict[str, Any]:

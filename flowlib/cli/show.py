@@ -11,7 +11,6 @@ from rich.table import Table
 
 from flowlib.core import registry
 from flowlib.core.errors import FlowlibError
-from flowlib.core.spec import Spec
 
 if TYPE_CHECKING:
     from flowlib.testing.verify import StageResult, VerifyReport
@@ -45,12 +44,12 @@ def flows(flow_file: str | None) -> None:
 
 
 def _fields(name: str) -> str:
-    """The fields of a flow at head_dim 128, or why it can't be told."""
+    """The fields of a flow at its default sizes, or why it can't be told."""
     from flowlib import build, profile
 
     try:
         flow = build(name)
-        fields = profile(flow, Spec(page_size=flow.default_page_size)).fields.values()
+        fields = profile(flow, flow.default_spec()).fields.values()
     except FlowlibError as error:
         return f"({error})"
     return ", ".join(f"{f.name} {list(f.shape)}{' (state)' if f.kind == 'state' else ''}" for f in fields) or "-"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def verify_flows(
     Raises:
         FlowlibError: a flow, an option or the device is unknown or does not fit.
     """
-    names = _names(flows, every, flow_file)
+    names = _names(flows, every, flow_file, spec)
     impls = tuple(impl or IMPLEMENTATIONS)
     place = _prepare(device, impls)
     options = parse_options(option)
@@ -59,13 +59,13 @@ def verify_flows(
     return not failed
 
 
-def _names(flows: Sequence[str], every: bool, flow_file: str | None) -> list[str]:
+def _names(flows: Sequence[str], every: bool, flow_file: str | None, spec: Mapping[str, Any]) -> list[str]:
     known = list_flows()
     if flow_file is not None:
         registry.load_file(flow_file)
     names = list(flows)
     if every:
-        names = registry.registered()
+        names = list_flows(mla=_kind(spec))
     elif not names and flow_file is not None:
         names = [name for name in registry.registered() if name not in known]
     if not names:
@@ -73,6 +73,17 @@ def _names(flows: Sequence[str], every: bool, flow_file: str | None) -> list[str
     for name in names:
         registry.find(name)
     return names
+
+
+def _kind(spec: Mapping[str, Any]) -> bool | None:
+    """Which flows the sizes given fit: those over MLA latents (True), over K and V (False), or both."""
+    if "kv_lora_rank" in spec:
+        return True
+    sizes = [f"--{n.replace('_', '-')}" for n in ("head_dim", "v_head_dim", "num_kv_heads") if n in spec]
+    if not sizes:
+        return None
+    typer.echo(f"{', '.join(sizes)} without --kv-lora-rank: flows over K and V only", err=True)
+    return False
 
 
 def _prepare(device: str | None, impls: Sequence[str]) -> str:

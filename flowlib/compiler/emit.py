@@ -170,7 +170,7 @@ def load_leaf(w: KernelWriter, node: Node) -> Block:
     else:
         address = w.field(node.name, node.shape)
     block = w.load(node.name, address, node.shape, node.format is not FORMAT.BATCHED, node.dtype, node.scaled)
-    scale = {"k": w.spec.k_scale, "v": w.spec.v_scale}.get(node.name, 1.0)
+    scale = {"k": w.spec.k_scale, "latent": w.spec.k_scale, "v": w.spec.v_scale}.get(node.name, 1.0)
     if scale != 1.0:
         w.hint = f"{node.name}_scaled"
         block = w.let(f"{w.fp32(block)} * {literal(scale)}", block.shape, block)

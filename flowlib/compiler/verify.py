@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowlib.core.errors import FlowDefinitionError, OptionError, SourceLine, located
+from flowlib.core.flow import vFlowMLA
 from flowlib.core.spec import Spec
 from flowlib.core.trace import GIVEN, Traced, method_line
 
@@ -17,9 +18,10 @@ def verify(traced: Traced) -> None:
             the Save or of the declaration.
     """
     flow = type(traced.flow).__name__
+    given = "'latent'" if isinstance(traced.flow, vFlowMLA) else "'k' and 'v'"
     read = {leaf.name for leaf in traced.indexer.leaves()}
     for name in traced.fields:
-        problem = _problem(name, set(traced.cache.stores), read, set(traced.indexer.stores))
+        problem = _problem(name, set(traced.cache.stores), read, set(traced.indexer.stores), given)
         if problem:
             raise located(FlowDefinitionError(f"{flow}: {problem}"), _line_of(traced, name))
     unknown = read - set(traced.fields) - {*GIVEN, "q"}
@@ -27,14 +29,14 @@ def verify(traced: Traced) -> None:
         raise FlowDefinitionError(f"{flow}: forward_indexer reads {sorted(unknown)}, which no field of this flow is")
 
 
-def _problem(name: str, written: set[str], read: set[str], saved: set[str]) -> str:
+def _problem(name: str, written: set[str], read: set[str], saved: set[str], given: str) -> str:
     if name not in written and name in saved:
         return (
             f"state field {name!r} has no reset: a page that is reused would show its last owner's state; "
             f"add Fill to forward_cache: self.fill(cache[{name!r}], loc=loc, ctx=ctx)"
         )
     if name not in written:
-        return f"field {name!r} is never written: forward_cache must compute it from 'k' and 'v'"
+        return f"field {name!r} is never written: forward_cache must compute it from {given}"
     if name not in read and name not in saved:
         return f"field {name!r} is never read by forward_indexer: read it, or remove it from create_cache"
     return ""

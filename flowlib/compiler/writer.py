@@ -204,7 +204,7 @@ class KernelWriter:
         """The pages' tokens in ``[T, H, D]``."""
         self.parameter(f"p_{name}", f"s_{name}_t", f"s_{name}_h")
         self._find_pages()
-        size, dim = self.spec.page_size, self.spec.head_dim if name == "k" else self.spec.dv
+        size, dim = self.spec.page_size, self.spec.dv if name == "v" else self.spec.head_dim
         token = self._paged(f"i_page * {size}")
         if size > 1:
             token = f"({token} + {self.offset(size)}{_expand(1)})"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from flowlib.core.context import ContextBase
-from flowlib.core.errors import FlowDefinitionError, FormatError
+from flowlib.core.errors import FlowDefinitionError, FormatError, OptionError
 from flowlib.core.formats import FORMAT, Mode, Side
 from flowlib.core.spec import Spec
 from flowlib.core.trace import declared_fields, given_fields, trace
@@ -29,6 +29,8 @@ class vFlow:
     """Page size used where none is given."""
     flow_name: ClassVar[str] = ""
     """The name it is registered under."""
+    default_sizes: ClassVar[Mapping[str, Any]] = {}
+    """Numbers of the spec where none is given."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -48,13 +50,25 @@ class vFlow:
         """Scores pages and ends in one op that writes `o`; q is BATCHED ``[B, G, head_dim]``."""
         raise FlowDefinitionError(f"{type(self).__name__} defines no forward_indexer")
 
+    def declare(self, spec: Spec) -> object:
+        """What :meth:`create_cache` returns for `spec`. Raises OptionError if K and V of the spec are one latent."""
+        if spec.is_mla:
+            raise OptionError(
+                f"{self.flow_name or type(self).__name__}: kv_lora_rank is {spec.kv_lora_rank}, expected None: the "
+                "flow reads separate K and V; a flow over the latent is a vFlowMLA, such as rope_aware_block_sparse_mla"
+            )
+        return self.create_cache(spec.page_size, spec.head_dim)
+
+    def default_spec(self, **numbers: Any) -> Spec:
+        """The spec of some numbers; the others are the flow's own defaults, or those of :class:`flowlib.Spec`."""
+        return Spec(**{"page_size": self.default_page_size, **self.default_sizes, **numbers})
+
     def check_spec(self, spec: Spec) -> None:
         """Raises OptionError if the flow can't run with `spec`; called before anything is profiled."""
 
     def get_cache_meta_info(self, page_size: int, head_dim: int) -> dict[str, tuple[int, int]]:
         """Inner sizes of every field, ``k`` and ``v`` among them."""
-        spec = Spec(page_size=page_size, head_dim=head_dim)
-        return {f.name: f.shape for f in (given_fields(spec) | declared_fields(copy.deepcopy(self), spec)).values()}
+        return _shapes(self, Spec(page_size=page_size, head_dim=head_dim))
 
     def run_indexer_virtual(
         self, group_size: int, page_size: int, head_dim: int, summary_dtype: torch.dtype | None = None
@@ -64,11 +78,69 @@ class vFlow:
         Returns:
             Bytes read per scored page and kv head.
         """
-        spec = Spec(page_size=page_size, head_dim=head_dim, group_size=group_size, summary_dtype=summary_dtype)
-        traced = trace(self, spec)
-        paged = [leaf for leaf in traced.indexer.leaves() if leaf.format is FORMAT.PAGED]
-        known = given_fields(spec) | traced.fields
-        return sum(known[name].nbytes for name in {leaf.name for leaf in paged})
+        return _bytes_scored(
+            self, Spec(page_size=page_size, head_dim=head_dim, group_size=group_size, summary_dtype=summary_dtype)
+        )
+
+
+class vFlowMLA(vFlow):
+    """A sparse-attention method over the latents of multi-head latent attention (MLA).
+
+    One given field in place of ``k`` and ``v``: ``latent`` ``[page_size, kv_lora_rank + qk_rope_head_dim]``, content
+    and rope channels of each token. q is BATCHED ``[B, H_q, kv_lora_rank + qk_rope_head_dim]``, the absorbed queries: their
+    dot products with a latent are the logits before the scale. It needs a spec with ``kv_lora_rank``; the default one
+    has the sizes of DeepSeek-V2-Lite.
+    """
+
+    default_sizes: ClassVar[Mapping[str, Any]] = {
+        "kv_lora_rank": 512, "head_dim": 576, "num_kv_heads": 1, "group_size": 16, "scale": 192**-0.5
+    }  # fmt: skip
+
+    def create_cache(self, page_size: int, kv_lora_rank: int, qk_rope_head_dim: int) -> dict[str, tuple[Any, ...]]:  # type: ignore[override]
+        """Field name to ``(r, c)`` or ``(r, c, dtype)``, the sizes of one page's entry."""
+        return {}
+
+    def declare(self, spec: Spec) -> object:
+        if spec.kv_lora_rank is None:
+            raise OptionError(
+                f"{self.flow_name or type(self).__name__}: kv_lora_rank is None, expected the content channels of an "
+                "MLA latent: Spec(kv_lora_rank=512, head_dim=576, num_kv_heads=1, group_size=heads, scale=...)"
+            )
+        return self.create_cache(spec.page_size, spec.kv_lora_rank, spec.head_dim - spec.kv_lora_rank)
+
+    def get_cache_meta_info(  # type: ignore[override]
+        self, page_size: int, kv_lora_rank: int, qk_rope_head_dim: int
+    ) -> dict[str, tuple[int, int]]:
+        """Inner sizes of every field, ``latent`` among them."""
+        return _shapes(self, _latent_spec(page_size, kv_lora_rank, qk_rope_head_dim))
+
+    def run_indexer_virtual(  # type: ignore[override]
+        self,
+        group_size: int,
+        page_size: int,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        summary_dtype: torch.dtype | None = None,
+    ) -> int:
+        """As of :class:`vFlow`; `group_size` is the number of query heads."""
+        spec = _latent_spec(page_size, kv_lora_rank, qk_rope_head_dim)
+        return _bytes_scored(self, spec.replace(group_size=group_size, summary_dtype=summary_dtype))
+
+
+def _latent_spec(page_size: int, kv_lora_rank: int, qk_rope_head_dim: int) -> Spec:
+    size = kv_lora_rank + qk_rope_head_dim
+    return Spec(page_size=page_size, head_dim=size, kv_lora_rank=kv_lora_rank, num_kv_heads=1, scale=1.0)
+
+
+def _shapes(flow: vFlow, spec: Spec) -> dict[str, tuple[int, int]]:
+    return {f.name: f.shape for f in (given_fields(spec) | declared_fields(copy.deepcopy(flow), spec)).values()}
+
+
+def _bytes_scored(flow: vFlow, spec: Spec) -> int:
+    traced = trace(flow, spec)
+    paged = [leaf for leaf in traced.indexer.leaves() if leaf.format is FORMAT.PAGED]
+    known = given_fields(spec) | traced.fields
+    return sum(known[name].nbytes for name in {leaf.name for leaf in paged})
 
 
 def _runs_plan_cache(body: Callable[..., None]) -> Callable[..., None]:

@@ -48,6 +48,9 @@ class Spec:
             minima down, so that a bound stays one), bfloat16, float16 or float32; ``None`` means ``field_dtype``.
             State fields never have it.
         summary_scale: what float8 summaries are multiplied by, a power of two; a pool may have one per kv head.
+        kv_lora_rank: makes it a spec of multi-head latent attention (MLA): a token's latent has ``head_dim`` channels,
+            ``kv_lora_rank`` of content, which are its value, too, and the rest of rope. Then ``num_kv_heads`` is 1, all
+            query heads are one group, and `scale` must be given: absorbed queries have lost the size it comes from.
 
     Raises:
         OptionError: a number is out of range; the message names it.
@@ -72,6 +75,7 @@ class Spec:
     dense_below: int = 0
     summary_dtype: torch.dtype | None = None
     summary_scale: float = 1.0
+    kv_lora_rank: int | None = None
 
     def __post_init__(self) -> None:
         self._check_integers()
@@ -87,6 +91,8 @@ class Spec:
                 raise OptionError(f"Spec: {name} is {value!r}, expected a positive finite number")
         if self.alibi_slopes is not None:
             object.__setattr__(self, "alibi_slopes", _slopes(self.alibi_slopes, self.num_heads))
+        if self.kv_lora_rank is not None:
+            self._check_latent(self.kv_lora_rank)
 
     def _check_integers(self) -> None:
         _integer_in("page_size", self.page_size, 1, MAX_PAGE_SIZE)
@@ -99,6 +105,28 @@ class Spec:
             _integer_in(name, getattr(self, name), 0, MAX_PAGES)
         _integer_in("eos", self.eos, 1, MAX_PAGES, "the unfinished last page has no summary, so it can't be scored")
         _integer_in("dense_below", self.dense_below, 0, MAX_TOKENS)
+
+    def _check_latent(self, rank: int) -> None:
+        _integer_in("kv_lora_rank", rank, 1, None)
+        if rank > self.head_dim:
+            raise OptionError(
+                f"Spec: kv_lora_rank is {rank}, expected at most head_dim {self.head_dim} "
+                "(head_dim = kv_lora_rank + qk_rope_head_dim)"
+            )
+        of_latent = "V is the first kv_lora_rank channels of the latent"
+        needs = {
+            "v_head_dim": (self.v_head_dim in (None, rank), f"None or {rank}: {of_latent}"),
+            "num_kv_heads": (self.num_kv_heads == 1, "1: all query heads share one latent"),
+            "scale": (self.scale is not None, "that of the model, such as (128 + 64) ** -0.5 times its mscale ** 2"),
+            "v_scale": (self.v_scale == self.k_scale, f"k_scale, {self.k_scale}: {of_latent}"),
+            "alibi_slopes": (self.alibi_slopes is None, "None: positions are in the latent's rope channels"),
+        }
+        for name, (right, wanted) in needs.items():
+            if not right:
+                value = getattr(self, name)
+                raise OptionError(
+                    f"Spec: {name} is {value!r}, expected {wanted} (kv_lora_rank is {rank}, so this is MLA)"
+                )
 
     def _check_summaries(self) -> None:
         if self.summary_dtype is not None:
@@ -121,7 +149,14 @@ class Spec:
     @property
     def dv(self) -> int:
         """Size of a value head."""
+        if self.kv_lora_rank is not None:
+            return self.kv_lora_rank
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def is_mla(self) -> bool:
+        """Whether K and V are one latent."""
+        return self.kv_lora_rank is not None
 
     @property
     def softmax_scale(self) -> float:

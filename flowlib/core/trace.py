@@ -31,8 +31,8 @@ from flowlib.core.vtensor import SelectionHandle, vTensor
 if TYPE_CHECKING:
     from flowlib.core.flow import vFlow
 
-GIVEN = ("k", "v")
-"""The fields every flow is given; read-only."""
+GIVEN = ("k", "v", "latent")
+"""The fields flows are given; read-only, and no names for others: see :func:`given_fields`."""
 
 
 class ProfileContext(ContextBase):
@@ -102,7 +102,8 @@ class ProfileContext(ContextBase):
             if field not in self.stores:
                 raise FlowDefinitionError(
                     f"{type(op).__name__}: field {field!r} is read before forward_cache wrote it: "
-                    "a reused page still holds the last owner's bytes; compute it from 'k' and 'v'"
+                    "a reused page still holds the last owner's bytes; compute it from "
+                    + ("'latent'" if self.spec.is_mla else "'k' and 'v'")
                 )
             return self._stored(field, FORMAT.PAGED)
         if x.node is None:
@@ -176,7 +177,10 @@ class Traced:
 
 
 def given_fields(spec: Spec) -> dict[str, Field]:
-    """The fields every flow is given: ``k`` ``[page_size, head_dim]`` and ``v`` ``[page_size, v_head_dim]``."""
+    """The fields a flow is given: ``k`` ``[page_size, head_dim]`` and ``v`` ``[page_size, v_head_dim]``, or with MLA
+    one ``latent`` ``[page_size, head_dim]``."""
+    if spec.is_mla:
+        return {"latent": Field("latent", (spec.page_size, spec.head_dim), spec.kv_dtype)}
     return {
         "k": Field("k", (spec.page_size, spec.head_dim), spec.kv_dtype),
         "v": Field("v", (spec.page_size, spec.dv), spec.kv_dtype),
@@ -192,7 +196,7 @@ def declared_fields(flow: vFlow, spec: Spec) -> dict[str, Field]:
             "state in a field of create_cache, written by Save and reset by Fill"
         )
         raise located(error, method_line(refused))
-    declared = flow.create_cache(spec.page_size, spec.head_dim)
+    declared = flow.declare(spec)
     if not isinstance(declared, Mapping):
         error = FlowDefinitionError(
             f"create_cache returned {type(declared).__name__}, expected a dict name -> (r, c[, dtype])"

@@ -12,7 +12,7 @@ from flowlib.compiler.pipeline import compile_flow
 from flowlib.compiler.verify import refuse_shared_state
 from flowlib.core import registry
 from flowlib.core.errors import FormatError, OptionError
-from flowlib.core.flow import vFlow
+from flowlib.core.flow import vFlow, vFlowMLA
 from flowlib.core.spec import Spec
 from flowlib.runtime import reference
 from flowlib.runtime.batch import Batch
@@ -20,9 +20,14 @@ from flowlib.runtime.plan import Plan
 from flowlib.runtime.pool import KVStore
 
 
-def list_flows() -> list[str]:
-    """Names of all registered flows, sorted; aliases are left out."""
-    return registry.registered()
+def list_flows(mla: bool | None = None) -> list[str]:
+    """Names of all registered flows, sorted; aliases are left out.
+
+    Args:
+        mla: only the flows over MLA latents (``True``), or over separate K and V (``False``).
+    """
+    names = registry.registered()
+    return names if mla is None else [n for n in names if issubclass(registry.find(n), vFlowMLA) is mla]
 
 
 def build(name: str, module_path: str | Path | None = None, **options: object) -> vFlow:

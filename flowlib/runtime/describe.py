@@ -104,8 +104,8 @@ def stage_rows(plan: Plan) -> list[tuple[str, int, int, str]]:
         elif isinstance(stage, SelectStage):
             size = 0 if stage.scores is None else plan.program.buffers[stage.scores].nbytes(1, 1)
             rows.append(("select", size, 8, "flowlib.kernels.select:launch_select"))
-    per_page = spec.page_size * (spec.head_dim + spec.dv) * spec.kv_dtype.itemsize
-    rows.append(("attend", per_page, 0, "flowlib.kernels.attend:launch_attend"))
+    per_page = _kv_bytes_per_page(plan) // spec.num_kv_heads
+    rows.append(("attend", per_page, 0, plan.attention_kernel))
     return rows
 
 
@@ -129,4 +129,5 @@ def _writes(plan: Plan, stage: TileStage) -> int:
 
 def _kv_bytes_per_page(plan: Plan) -> int:
     spec = plan.spec
-    return spec.num_kv_heads * spec.page_size * (spec.head_dim + spec.dv) * spec.kv_dtype.itemsize
+    size = spec.head_dim if spec.is_mla else spec.head_dim + spec.dv
+    return spec.num_kv_heads * spec.page_size * size * spec.kv_dtype.itemsize

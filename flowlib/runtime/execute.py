@@ -25,7 +25,6 @@ Given = tuple[Tensors, Tensors, Tensors]
 _BESIDE_FIELDS = {"p_field_scales": SCALES, "p_saturated": SATURATED}
 """Parameters of kernels with float8 summaries, and what a store calls them."""
 SELECT = "flowlib.kernels.select:launch_select"
-ATTEND = "flowlib.kernels.attend:launch_attend"
 _PROGRAMS = 1024
 """Of a scoring kernel, about what a large GPU runs at once: they share the pages of every row, so that few of them have
 nothing to do where rows are much shorter than the page table is wide."""
@@ -113,18 +112,18 @@ class Executor:
         self.tiles = {s.name: TileKernel(s, program.source, spec) for s in program.stages if isinstance(s, TileStage)}
         self.segments = {s.name: load_function(s.op.kernel) for s in program.stages if isinstance(s, SegmentStage)}
         self.select = load_function(SELECT)
-        self.attend = load_function(ATTEND)
+        self.attend = load_function(plan.attention_kernel)
 
     def update(self, store: KVStore, loc: torch.Tensor) -> None:
         """Fields of the pages whose last slot is in `loc`."""
         if self.plan.program.update is not None and loc.shape[0]:
             kernel = self.tiles[self.plan.program.update.name]
-            kernel.on_written({"k": store.k, "v": store.v}, loc, has_pdl(store.device), store.operands)
+            kernel.on_written(store.given, loc, has_pdl(store.device), store.operands)
 
     def choose(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
         """Scores and page lists."""
         spec, selection = self.plan.spec, self.plan.program.selection
-        tensors = {**out.workspace, "q": q, "k": store.k, "v": store.v}
+        tensors = {**out.workspace, **store.given, "q": q}
         pdl = has_pdl(store.device)
         for stage in self.plan.program.step_stages:
             if isinstance(stage, TileStage):

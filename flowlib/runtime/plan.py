@@ -17,6 +17,8 @@ from flowlib.runtime.batch import Batch
 from flowlib.runtime.pool import KVStore, check_integers
 
 IMPLEMENTATIONS = ("reference", "triton")
+ATTEND = "flowlib.kernels.attend:launch_attend"
+ATTEND_MLA = ATTEND
 _ROW_MULTIPLE = 16  # columns: kernels read rows of buffers in vectors
 
 
@@ -104,7 +106,14 @@ class Plan:
             "k": (spec.page_size, spec.num_kv_heads, spec.head_dim, spec.kv_dtype, spec.k_scale),
             "v": (spec.page_size, spec.num_kv_heads, spec.dv, spec.kv_dtype, spec.v_scale),
         }
+        if spec.is_mla:
+            given = {"latent": (spec.page_size, spec.head_dim, spec.dv, spec.kv_dtype, spec.k_scale)}
         return given | {f.name: (*f.shape, f.dtype) + (("scaled",) if f.rounding else ()) for f in self.fields.values()}
+
+    @property
+    def attention_kernel(self) -> str:
+        """Import string of the function that launches attention."""
+        return ATTEND_MLA if self.spec.is_mla else ATTEND
 
     @property
     def lanes(self) -> int:

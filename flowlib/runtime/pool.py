@@ -11,6 +11,7 @@ from flowlib.core import float8
 from flowlib.core.errors import BatchError, FormatError, OptionError, ShapeError
 
 if TYPE_CHECKING:
+    from flowlib.core.spec import Spec
     from flowlib.runtime.plan import Plan
 
 SATURATED = "saturated bounds"
@@ -23,11 +24,14 @@ class KVStore:
     Args:
         plan: the plan whose fields they are.
         k, v: ``[num_pages * page_size, H_kv, D]`` and ``[.., H_kv, Dv]`` in ``spec.kv_dtype``, last axis contiguous.
+            With MLA, k is the latent ``[num_pages * page_size, 1, kv_lora_rank + qk_rope_head_dim]`` and v is ``None``:
+            it becomes the view of the latent's first ``kv_lora_rank`` channels.
         fields: name to ``[num_pages, H_kv, r, c]``, contiguous, in the field's dtype.
         field_scales: fp32 ``[H_kv]``, powers of two: what float8 summaries are multiplied by; ``None`` means
             ``spec.summary_scale`` for every kv head.
 
     Attributes:
+        given: the fields that the pool gives to flows: k and v, or the latent.
         operands: what generated kernels read and write beside K and V: float8 summaries as uint8 codes, their scales.
         saturated: int64 ``[1]``, float8 bounds that updates had to cut, see :meth:`saturated_bounds`. It is ``None``
             where the plan has no float8 summary, as `field_scales` then is.
@@ -41,16 +45,18 @@ class KVStore:
         self,
         plan: Plan,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         fields: Mapping[str, torch.Tensor],
         field_scales: torch.Tensor | None = None,
     ) -> None:
         spec = plan.spec
-        for name, value in {"k": k, "v": v, **fields}.items():
+        self.given = _given("KVStore", spec, k, v)
+        for name, value in {**self.given, **fields}.items():
             _check_device("KVStore", name, value, k.device)
         self.plan = plan
         self.num_pages = k.shape[0] // spec.page_size
-        for name, value, size in (("k", k, spec.head_dim), ("v", v, spec.dv)):
+        for name, value in self.given.items():
+            size = spec.dv if name == "v" else spec.head_dim
             _check_storage(name, value, (k.shape[0], spec.num_kv_heads, size), spec.kv_dtype)
         if set(fields) != set(plan.fields):
             raise ShapeError(f"KVStore: fields are {sorted(fields)}, expected {sorted(plan.fields)}")
@@ -59,7 +65,7 @@ class KVStore:
             if not fields[name].is_contiguous():
                 raise FormatError(f"KVStore: field {name!r} is not contiguous")
         self.k = k
-        self.v = v
+        self.v = k[..., : spec.dv] if v is None else v
         self.fields = dict(fields)
         self.operands: dict[str, torch.Tensor] = self.fields
         self.field_scales, self.saturated = None, None
@@ -104,6 +110,13 @@ class KVStore:
         return 0 if self.saturated is None else int(self.saturated)
 
     @property
+    def latent(self) -> torch.Tensor:
+        """Latents ``[num_pages * page_size, 1, kv_lora_rank + qk_rope_head_dim]``. Raises FormatError without MLA."""
+        if "latent" not in self.given:
+            raise FormatError("KVStore: there is no latent, the plan's spec has no kv_lora_rank; use k and v")
+        return self.given["latent"]
+
+    @property
     def device(self) -> torch.device:
         """Where K lies."""
         return self.k.device
@@ -122,12 +135,12 @@ class KVStore:
         check_integers("refresh: pages", pages, "n", self.num_pages, self.device)
         self.plan.update(self, pages.to(torch.int64) * size + size - 1, impl=impl)
 
-    def write(self, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, impl: str = "reference") -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor | None, loc: torch.Tensor, impl: str = "reference") -> None:
         """Stores K and V of some tokens, then runs ``forward_cache`` for the pages they finish.
 
         Args:
             k, v: ``[T, H_kv, D]`` and ``[T, H_kv, Dv]`` in a floating dtype; divided by k_scale and v_scale when the
-                pool is float8.
+                pool is float8. With MLA, k is the latents ``[T, 1, D]`` (or ``[T, D]``) and v is ``None``.
             loc: int64 ``[T]`` token slots, ``physical page * page_size + slot``.
             impl: ``"reference"`` or ``"triton"``.
 
@@ -136,13 +149,19 @@ class KVStore:
         """
         spec = self.plan.spec
         check_integers("write: loc", loc, "T", self.num_pages * spec.page_size, self.device)
-        for name, value, size in (("k", k, spec.head_dim), ("v", v, spec.dv)):
+        if spec.is_mla and isinstance(k, torch.Tensor) and k.dim() == 2:
+            k = k[:, None]
+        given = _given("write", spec, k, v)
+        for name, value in given.items():
+            size = spec.dv if name == "v" else spec.head_dim
             _check_written(name, value, (len(loc), spec.num_kv_heads, size), self.device)
         self.plan.prepare(impl, self.device)
         slots = loc.to(torch.int64).contiguous()
-        stored_k, stored_v = _stored(k, spec.k_scale, spec.kv_dtype), _stored(v, spec.v_scale, spec.kv_dtype)
-        self.k[slots] = stored_k
-        self.v[slots] = stored_v
+        stored = {
+            n: _stored(x, spec.v_scale if n == "v" else spec.k_scale, spec.kv_dtype) for n, x in given.items()
+        }
+        for name, value in stored.items():
+            self.given[name][slots] = value
         self.plan.update(self, slots, impl=impl)
 
 
@@ -168,7 +187,9 @@ class PagedPool(KVStore):
         spec = plan.spec
         tokens = num_pages * spec.page_size
         k = torch.zeros(tokens, spec.num_kv_heads, spec.head_dim, dtype=spec.kv_dtype, device=device)
-        v = torch.zeros(tokens, spec.num_kv_heads, spec.dv, dtype=spec.kv_dtype, device=device)
+        v = None
+        if not spec.is_mla:
+            v = torch.zeros(tokens, spec.num_kv_heads, spec.dv, dtype=spec.kv_dtype, device=device)
         super().__init__(plan, k, v, allocate_fields(plan, num_pages, device), field_scales)
 
     def clone(self) -> PagedPool:
@@ -176,7 +197,8 @@ class PagedPool(KVStore):
         twin = object.__new__(PagedPool)
         fields = {n: f.clone() for n, f in self.fields.items()}
         scales = None if self.field_scales is None else self.field_scales.clone()
-        KVStore.__init__(twin, self.plan, self.k.clone(), self.v.clone(), fields, scales)
+        v = self.v.clone() if "v" in self.given else None
+        KVStore.__init__(twin, self.plan, self.k.clone(), v, fields, scales)
         if twin.saturated is not None and self.saturated is not None:
             twin.saturated.copy_(self.saturated)
         return twin
@@ -186,6 +208,16 @@ def allocate_fields(plan: Plan, num_pages: int, device: str | torch.device) -> d
     """Zeroed storage of the plan's fields for one layer: name to ``[num_pages, H_kv, r, c]``."""
     heads = plan.spec.num_kv_heads
     return {f.name: torch.zeros(num_pages, heads, *f.shape, dtype=f.dtype, device=device) for f in plan.fields.values()}
+
+
+def _given(what: str, spec: Spec, k: torch.Tensor, v: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """K and V, or the latent, by the name of their given field. Raises FormatError where `v` does not fit the spec."""
+    if spec.is_mla:
+        if v is not None:
+            got = f"a tensor {list(v.shape)}" if isinstance(v, torch.Tensor) else type(v).__name__
+            raise FormatError(f"{what}: 'v' is {got}, expected None: with MLA, V is part of the latents given as 'k'")
+        return {"latent": k}
+    return {"k": k, "v": v}  # type: ignore[dict-item]
 
 
 def _checked_scales(scales: object, heads: int, device: torch.device) -> torch.Tensor:

@@ -218,6 +218,6 @@ def _page_tokens(name: str, store: KVStore, pages: torch.Tensor, dtype: torch.dt
     if name in store.fields:
         entries = store.fields[name][pages].to(dtype)
         return entries * store.scales_of(dtype) if store.plan.fields[name].rounding else entries
-    values, scale = (store.k, spec.k_scale) if name == "k" else (store.v, spec.v_scale)
+    values, scale = (store.v, spec.v_scale) if name == "v" else (store.k, spec.k_scale)
     slots = pages[:, None] * spec.page_size + torch.arange(spec.page_size, device=pages.device)
     return values[slots].transpose(1, 2).to(dtype) * scale

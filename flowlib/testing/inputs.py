@@ -32,7 +32,8 @@ class Scene:
         q: ``[rows, H_q, D]`` in the spec's field dtype.
         lengths: tokens of each request.
         pages: physical pages of each request, in logical order.
-        k, v: per request ``[length, H_kv, D]`` and ``[length, H_kv, Dv]`` as stored: in kv_dtype, not yet scaled.
+        k, v: per request ``[length, H_kv, D]`` and ``[length, H_kv, Dv]`` as stored: in kv_dtype, not yet scaled. With
+            MLA, k is the latents and v their content.
         rows: for each row of the batch its request and the tokens it sees.
     """
 
@@ -112,7 +113,10 @@ def scene(
         raise BatchError(f"scene: lengths are {list(lengths)}, expected from 0 to {most} tokens each")
     generator = torch.Generator().manual_seed(seed)
     k = tuple(_draw(generator, (n, spec.num_kv_heads, spec.head_dim), spec.kv_dtype) for n in lengths)
-    v = tuple(_draw(generator, (n, spec.num_kv_heads, spec.dv), spec.kv_dtype) for n in lengths)
+    v = tuple(
+        x[..., : spec.dv] if spec.is_mla else _draw(generator, (len(x), spec.num_kv_heads, spec.dv), spec.kv_dtype)
+        for x in k
+    )
     pages, num_pages = reverse_interleaved(counts)
     batch = _batch(pages, lengths, q_lens, device)
     rows = _rows(lengths, q_lens)
@@ -175,4 +179,4 @@ def _write(
         keys = torch.cat([x[cut] for x in k]).float() * spec.k_scale
         values = torch.cat([x[cut] for x in v]).float() * spec.v_scale
         if len(loc):
-            pool.write(keys.to(pool.device), values.to(pool.device), loc)
+            pool.write(keys.to(pool.device), None if spec.is_mla else values.to(pool.device), loc)

@@ -24,7 +24,7 @@ class ReferenceOracle(Oracle):
 
     def fields(self, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> dict[str, torch.Tensor]:
         stores = self.traced.cache.stores
-        given = {"k": k, "v": v, SCALES: torch.full((1, 1, 1), spec.summary_scale, dtype=k.dtype)}
+        given = {"k": k, "latent": k, "v": v, SCALES: torch.full((1, 1, 1), spec.summary_scale, dtype=k.dtype)}
 
         def leaf(node: Node) -> torch.Tensor:
             return given[node.name]
@@ -54,6 +54,7 @@ class ReferenceOracle(Oracle):
     def _row(self, q: torch.Tensor, pages: Pages, outputs: Sequence[Node]) -> list[torch.Tensor]:
         """Values ``[n, r, c]`` of the scored pages; reserved ones before them are copies of the first, not scored."""
         n, first = len(pages["position"]), int(pages["position"][0])
+        pages = {**pages, "latent": pages["k"]}
         entries = torch.tensor([0] * first + list(range(n)))
 
         def leaf(node: Node) -> torch.Tensor:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from flowlib.core.errors import OptionError
-from flowlib.core.flow import vFlow
+from flowlib.core.flow import vFlow, vFlowMLA
 from flowlib.core.spec import Spec
 from flowlib.runtime.api import build, profile
 from flowlib.runtime.plan import IMPLEMENTATIONS, Plan
@@ -121,15 +121,17 @@ class VerifyReport:
 def default_cases(flow: vFlow, overrides: Mapping[str, object] | None = None) -> list[Case]:
     """The specs a flow is tried on.
 
-    fp32 and bf16, groups of 1, 3, 4 and 8, four page sizes, head sizes that are no power of two, ALiBi, no and several
-    reserved pages, a budget by ratio, several query tokens.
+    Of a flow over K and V: fp32 and bf16, groups of 1, 3, 4 and 8, four page sizes, head sizes that are no power of
+    two, ALiBi, no and several reserved pages, a budget by ratio, several query tokens. Of a flow over MLA latents: 16
+    heads of DeepSeek's sizes, and small and odd ones.
 
     Args:
         flow: gives the page size of the first case.
         overrides: numbers of the spec that hold in every case.
     """
     cases = []
-    for numbers, requests in _tried(flow.default_page_size):
+    mla = isinstance(flow, vFlowMLA)
+    for numbers, requests in (_tried_mla if mla else _tried)(flow.default_page_size):
         given = {**_SMALL, **numbers, **(overrides or {})}
         if given.pop("alibi", False) and "alibi_slopes" not in given:
             heads = int(given["group_size"]) * int(given["num_kv_heads"])  # type: ignore[call-overload]
@@ -155,6 +157,23 @@ def _tried(size: int) -> list[tuple[dict[str, object], dict[str, tuple[int, ...]
           "bos": 0}, {"lengths": (129, 577, 0, 321)}),
         ({**fp32, "page_size": 1, "head_dim": 96, "group_size": 1, "num_kv_heads": 3, "top_k": 7}, {}),
         ({**fp32, "page_size": size, "head_dim": 64, "group_size": 4, "top_k": 2, "scale": 0.3}, several),
+    ]  # fmt: skip
+
+
+def _tried_mla(size: int) -> list[tuple[dict[str, object], dict[str, tuple[int, ...]]]]:
+    """The same for a flow over MLA latents: 16 heads of DeepSeek's sizes, then small and odd ones."""
+    shared = {"num_kv_heads": 1, "scale": 0.2}
+    fp32, bf16 = {"kv_dtype": torch.float32, **shared}, {"kv_dtype": torch.bfloat16, **shared}
+    several = {"lengths": (7 * size + 1, 2 * size, 9 * size + size // 2), "q_lens": (2, 0, 3)}
+    return [
+        ({**bf16, "page_size": size, "head_dim": 576, "kv_lora_rank": 512, "group_size": 16, "top_k": 2,
+          "scale": 192**-0.5}, {"lengths": (5 * size + 3, 0, 3 * size)}),
+        ({**fp32, "page_size": 5, "head_dim": 40, "kv_lora_rank": 24, "group_size": 3, "top_k": 2, "bos": 2, "eos": 3},
+         {}),
+        ({**bf16, "page_size": 64, "head_dim": 80, "kv_lora_rank": 64, "group_size": 20, "top_k": 1, "top_k_ratio": 0.3,
+          "bos": 0}, {"lengths": (129, 577, 0, 321)}),
+        ({**fp32, "page_size": 1, "head_dim": 32, "kv_lora_rank": 32, "group_size": 1, "top_k": 7}, {}),
+        ({**bf16, "page_size": size, "head_dim": 48, "kv_lora_rank": 32, "group_size": 4, "top_k": 2}, several),
     ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ OUT_OF_RANGE = [
     ("page_size", True, "an integer from 1 to 128"),
     ("head_dim", 0, "an integer of at least 1"),
     ("v_head_dim", 0, "an integer of at least 1"),
+    ("kv_lora_rank", 0, "an integer of at least 1"),
     ("group_size", 0, "an integer of at least 1"),
     ("num_kv_heads", -2, "an integer of at least 1"),
     ("max_pages", 0, "an integer from 1 to 1073741824"),

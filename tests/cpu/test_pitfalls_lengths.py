@@ -63,10 +63,10 @@ def test_pitfall_15_the_unfinished_page_is_always_attended(impl):
 def test_pitfall_16_defaults_run(name):
     """Every flow without an option, a spec of defaults but for the page size the flow asks for."""
     flow = flowlib.build(name)
-    plan = flowlib.profile(flow, flowlib.Spec(page_size=flow.default_page_size))
+    plan = flowlib.profile(flow, flow.default_spec())
     pool = flowlib.PagedPool(plan, num_pages=2)
     q = torch.zeros(1, plan.spec.num_heads, plan.spec.head_dim, dtype=torch.bfloat16)
-    assert plan.step(q, pool, flowlib.Batch(int32([[0, 1]]), int32([1]))).lengths.tolist() == [[1, 1]]
+    assert plan.step(q, pool, flowlib.Batch(int32([[0, 1]]), int32([1]))).lengths.tolist() == [[1] * plan.spec.num_kv_heads]
 
 
 @impls

@@ -69,7 +69,7 @@ def test_every_flow_is_documented_and_has_a_page_size(name):
     flow = flowlib.build(name)
     assert (type(flow).__doc__ or "").strip()
     assert 1 <= flow.default_page_size <= 128
-    flowlib.profile(flow, flowlib.Spec(page_size=flow.default_page_size))
+    flowlib.profile(flow, flow.default_spec())
 
 
 def test_an_unknown_flow_names_the_nearest():

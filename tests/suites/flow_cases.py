@@ -8,7 +8,8 @@ import flowlib
 from flowlib.errors import OptionError
 from flowlib.testing import Case
 
-FLOWS = flowlib.list_flows()
+FLOWS = flowlib.list_flows(mla=False)
+"""Flows over K and V; those over latents have cases of their own, tests/suites/mla_flows.py."""
 SMALL = {"num_kv_heads": 2, "max_pages": 24, "max_batch": 8}
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 

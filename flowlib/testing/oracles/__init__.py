@@ -9,6 +9,7 @@ from flowlib.testing.oracles import (  # noqa: F401  (each registers its oracles
     gaussian,
     h2o,
     lserve,
+    mla,
     quest,
     streaming,
     twilight,

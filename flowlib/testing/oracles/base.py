@@ -13,7 +13,7 @@ from flowlib.core.spec import Spec
 
 Pages = Mapping[str, torch.Tensor]
 """Pages of one row by name: ``k`` ``[n, page_size, D]``, ``v`` ``[n, page_size, Dv]``, each field ``[n, r, c]``, and
-``position`` ``[n, 1, 1]``, their logical index."""
+``position`` ``[n, 1, 1]``, their logical index. With MLA, ``k`` is the latents and ``v`` their content."""
 
 OracleType = TypeVar("OracleType", bound="type[Oracle]")
 _ORACLES: dict[str, type[Oracle]] = {}
@@ -30,7 +30,7 @@ class Oracle:
         """Fields of n finished pages: name to ``[n, r, c]``.
 
         Args:
-            k: ``[n, page_size, D]``, de-scaled.
+            k: ``[n, page_size, D]``, de-scaled; with MLA, the latents.
             v: ``[n, page_size, Dv]``, de-scaled.
             spec: the numbers the flow runs for.
         """
