@@ -1,6 +1,6 @@
-"""SGLang's server arguments with two more fields, ``flow`` and ``flow_config``.
+"""SGLang's server arguments with the fields ``flow`` and ``flow_config``, and ``flow_served`` for ``/server_info``.
 
-The fields are annotated the way SGLang annotates its own, so that the flags, ``--help``, ``--config`` files,
+The first two are annotated the way SGLang annotates its own, so that the flags, ``--help``, ``--config`` files,
 ``Engine`` keywords and ``/server_info`` come from SGLang's own machinery. The class is pickled to SGLang's processes.
 """
 
@@ -39,6 +39,7 @@ class FlowServerArgs(ServerArgs):
             + ". Example: '{\"top_k\": 16}'."
         ),
     ] = None
+    flow_served: A[dict[str, Any] | None, Arg(no_cli=True)] = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.flow is None:
@@ -109,7 +110,7 @@ def check_resolved(args: Any, page_size: int) -> None:
     refusals.refuse_state(args.flow, setup.plan.state_fields, args.disable_radix_cache)
     _refuse_trace(args, config)
     _refuse_graphs(args, setup)
-    logger.info("flowlib: %s", setup.describe())
+    args.override(PLUGIN_NAME, flow_served=setup.summary())
 
 
 def _choose_backend(args: Any) -> None:

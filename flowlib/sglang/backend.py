@@ -8,7 +8,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 import flowlib
 from flowlib.core.errors import BackendError
-from flowlib.sglang import PLUGIN_NAME, ledger, refusals
+from flowlib.sglang import PLUGIN_NAME, counters, ledger, refusals
+from flowlib.sglang.counters import Counters
 from flowlib.sglang.leave import leaving_with_reason
 from flowlib.sglang.pages import KernelSteps, Step, torch_step
 from flowlib.sglang.pool import FlowFields
@@ -67,8 +68,10 @@ class FlowBackend(AttentionBackend):
         prefill = runner.server_args.get_attention_backends()[0]
         refusals.refuse_prefill(prefill, facts.kv_dtype is torch.float8_e4m3fn)
         self.trace: Trace | None = open_trace(self.setup)
+        self.counters = self._open_counters(runner.server_args)
         self.steps = KernelSteps(self.req_to_token_pool.req_to_token, facts.max_pages, facts.page_size)
-        logger.info("flowlib: %s; %d attention layers checked", self.setup.describe(), len(layers))
+        for line in self.setup.describe():
+            logger.info("flowlib: %s", line)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plans a step that runs without a CUDA graph."""
@@ -78,10 +81,14 @@ class FlowBackend(AttentionBackend):
             self.step = torch_step(self.req_to_token_pool.req_to_token, forward_batch, self.setup.facts.page_size)
         if self.trace is not None:
             self.trace.begin(forward_batch)
+        if self.counters is not None:
+            self.counters.begin(self.step.batch.seq_lens.shape[0], in_graph=False)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Makes the static buffers of all graphs."""
         self.steps.allocate(max_bs)
+        if self.counters is not None:
+            self.counters.allocate(max_bs)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Chooses the buffers of a batch size before its graph is captured; a replay needs nothing from the host."""
@@ -91,6 +98,8 @@ class FlowBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Lengths and page table of the step, recorded in the graph and computed anew at every replay."""
         self.steps.fill(self.step, forward_batch)
+        if self.counters is not None:
+            self.counters.begin(self.step.batch.seq_lens.shape[0], in_graph=True)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padded rows have one token: one reserved page, no scored one, so they write no state."""
@@ -151,7 +160,20 @@ class FlowBackend(AttentionBackend):
             out = plan.step(q, store, batch, impl=impl)
         if self.trace is not None:
             self.trace.record(layer.layer_id, q, store, batch, out)
+        if self.counters is not None:
+            self.counters.add(layer.layer_id, out.lengths, batch.seq_lens)
         return out
+
+    def _open_counters(self, args: Any) -> Counters | None:
+        """The counters of this rank where SGLang publishes metrics."""
+        setup = self.setup
+        if not args.enable_metrics or not setup.sparse_layers:
+            return None
+        lists = setup.facts.num_kv_heads * setup.plan.lanes
+        pool, size = self.token_to_kv_pool, setup.facts.page_size
+        made = Counters(setup.name, pool, lists, setup.sparse_layers, size, pool.device)
+        counters.serve(made)
+        return made
 
 
 def attention_layers(model: torch.nn.Module) -> list[Any]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowlib.core.errors import BackendError
-from flowlib.sglang import PLUGIN_NAME, refusals
+from flowlib.sglang import PLUGIN_NAME, counters, refusals
 from flowlib.sglang.facts import facts_from_configurator
 from flowlib.sglang.leave import leaving_with_reason
 from flowlib.sglang.options import FlowConfig
@@ -66,6 +66,11 @@ def create_fused_set_kv_buffer_arg(original: Callable[..., Any], *args: Any, **k
     if _serves_flow():
         raise BackendError("this model writes K and V inside its RoPE kernel, which leaves the flow's fields behind")
     return original(*args, **kwargs)
+
+
+def log_stats(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER ``SchedulerMetricsCollector.log_stats``: flowlib's counts are published when SGLang's own are."""
+    counters.publish(self)
 
 
 def _serves_flow() -> bool:

@@ -77,6 +77,10 @@ class FlowFields(_Pool):
             self._flow_stores[layer_id] = flowlib.KVStore(plan, k, v, fields, scales)
         return self._flow_stores[layer_id]
 
+    def flow_stores(self) -> list["flowlib.KVStore"]:
+        """The stores of the layers that were written or read so far."""
+        return list(self._flow_stores.values())
+
     def flow_update(self, layer: Any, loc: torch.Tensor) -> None:
         """Recomputes the fields of the pages whose last slot is in `loc` (int64 ``[T]``)."""
         if layer.layer_id in self.flow_fields:

@@ -3,6 +3,7 @@
 Nothing here imports SGLang; SGLang's objects come in as plain numbers (:class:`ModelFacts`) and attention layers.
 """
 
+import inspect
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,16 +114,52 @@ class FlowSetup:
         """Whether an attention layer attends to everything."""
         return layer.layer_id in self.config.dense_layers
 
-    def describe(self) -> str:
-        """One line for the log: flow, implementation, budget, layers and memory."""
-        config, spec = self.config, self.plan.spec
-        budget = f"top_k {config.top_k}, top_k_ratio {config.top_k_ratio:g}, bos {config.bos}, eos {config.eos}"
-        fields = ", ".join(self.plan.fields) or "none"
+    @property
+    def sparse_above(self) -> int:
+        """Requests of more tokens than this leave pages out: budget, reserved pages and ``dense_below`` cover no more.
+
+        Shorter ones attend to everything with a flow of a fixed budget, and may leave pages out with an adaptive one.
+        """
+        spec, op = self.plan.spec, self.plan.program.selection.op
+        low, high = 0, spec.max_pages
+        while low < high:  # what the budget leaves out grows with the request
+            middle = (low + high + 1) // 2
+            covered = middle - spec.bos - spec.eos <= op.budget(spec, middle)
+            low, high = (middle, high) if covered else (low, middle - 1)
+        return max(low * spec.page_size, self.config.dense_below)
+
+    def summary(self) -> dict[str, Any]:
+        """What is served, as plain values: flow, options, budget, layers and memory. ``/server_info`` shows it."""
+        spec, first = self.plan.spec, self.facts.start_layer
+        here = range(first, first + self.facts.num_layers)
+        return {
+            "flow": self.name,
+            "options": options_of(self.flow, self.config),
+            "impl": self.impl,
+            "budget": {**self.config.budget_numbers(), "page_size": spec.page_size},
+            "sparse_above_tokens": self.sparse_above,
+            "sparse_layers": len(self.sparse_layers),
+            "dense_layers": [i for i in here if i in self.config.dense_layers],
+            "fields": {f.name: [*f.shape, str(f.dtype).removeprefix("torch.")] for f in self.plan.fields.values()},
+            "field_bytes_per_token": self.field_bytes_per_token,
+        }
+
+    def describe(self) -> tuple[str, str]:
+        """Two lines for the log: flow, options, layers and memory; the budget and from which length on it is sparse."""
+        said = self.summary()
+        options = ", ".join(f"{name}={value}" for name, value in said["options"].items()) or "none"
+        fields = ", ".join(f"{name} {value[-1]}" for name, value in said["fields"].items()) or "none"
+        budget = ", ".join(f"{name} {said['budget'][name]:g}" for name in ("top_k", "top_k_ratio", "bos", "eos"))
         return (
-            f"flow {self.name} {dict(config.options)}, impl {self.impl}, budget {budget} "
-            f"(pages of {spec.page_size} tokens), {len(self.sparse_layers)} sparse and "
-            f"{self.facts.num_layers - len(self.sparse_layers)} dense layers, fields {fields} "
-            f"add {self.field_bytes_per_token} bytes per token"
+            f"flow {self.name} (options {options}), impl {self.impl}, {said['sparse_layers']} sparse and "
+            f"{len(said['dense_layers'])} dense layers, fields {fields} add {said['field_bytes_per_token']} "
+            "bytes per token",
+            f"budget {budget} (pages of {self.facts.page_size} tokens), dense_below {self.config.dense_below}: "
+            + (
+                "it covers every request, so that only the flow's own choice leaves pages out"
+                if self.sparse_above >= self.facts.context_len
+                else f"requests of more than {self.sparse_above} tokens leave pages out"
+            ),
         )
 
     def _profile(self, flow: Any, scale: float | None, k_scale: float, v_scale: float) -> Any:
@@ -163,11 +200,25 @@ class FlowSetup:
             raise OptionError(
                 f"--flow-config: dense_layers names layer {beyond[0]}, expected ids from 0 to {facts.total_layers - 1}"
             )
+        if len(self.config.dense_layers) == facts.total_layers:
+            raise OptionError(
+                f"--flow-config: dense_layers names all {facts.total_layers} layers, so nothing would be sparse: "
+                "leave at least one out, or leave --flow off"
+            )
 
 
 def build_flow(name: str, config: FlowConfig) -> Any:
     """The flow of that name with the configured options, from the user's file if one is given."""
     return flowlib.build(name, module_path=config.module_path, **config.options)
+
+
+def options_of(flow: Any, config: FlowConfig) -> dict[str, Any]:
+    """The flow's options: those that were given, and the defaults of the others that have a plain value."""
+    init = type(flow).__init__
+    known = {} if init is object.__init__ else inspect.signature(init).parameters
+    plain = (bool, int, float, str, list, tuple, dict, type(None))
+    defaults = {name: p.default for name, p in known.items() if name != "self" and isinstance(p.default, plain)}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in (defaults | dict(config.options)).items()}
 
 
 def choose_impl(asked: str | None, device: str) -> str:

@@ -22,7 +22,7 @@ TOUCHED = (
             "enable_lmcache enable_flexkv disaggregation_mode enable_page_major_kv_layout enable_unified_memory "
             "prefill_only_disable_kv_cache is_embedding dllm_algorithm dcp_size attn_cp_size enable_two_batch_overlap "
             "enable_pdmux kv_cache_dtype model_path tp_size dp_size pp_size enable_dp_attention device "
-            "cuda_graph_config get_model_config get_attention_backends"
+            "cuda_graph_config get_model_config get_attention_backends enable_metrics override"
         ),
         hook="flowlib.sglang.args.FlowServerArgs",
     ),
@@ -72,6 +72,21 @@ TOUCHED = (
         "the pool is told of such writes",
         takes=("value", "layer", "forward_batch"),
         hook="flowlib.sglang.hooks.create_fused_set_kv_buffer_arg",
+    ),
+    Touch(
+        "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
+        "flowlib's counts are published when SGLang's own are",
+        "after",
+        "plugins can publish metrics",
+        takes=("self", "stats"),
+        hook="flowlib.sglang.hooks.log_stats",
+    ),
+    Touch(
+        "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector",
+        "labels and client of the published counts",
+        "read",
+        "plugins can publish metrics",
+        reads=("labels", "_counter_cls"),
     ),
     Touch(
         "sglang.srt.plugins.hook_registry.HookRegistry.register",

@@ -37,7 +37,9 @@ def backend(impl):
     table = (pages[:, :, None] * PAGE + torch.arange(PAGE)).reshape(len(pages), CONTEXT).to(torch.int32)
     runner = SimpleNamespace(
         token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table), model=model,
-        server_args=SimpleNamespace(get_attention_backends=lambda: ("torch_native", "flowlib")),
+        server_args=SimpleNamespace(
+            get_attention_backends=lambda: ("torch_native", "flowlib"), enable_metrics=True
+        ),
     )
     return FlowBackend(runner), model
 
@@ -92,7 +94,8 @@ def main():
             worst = max(worst, float((found - wanted).abs().max()))
             buffers.add((layer.layer_id, kernels.step.output(kernels.setup.plan_for(layer)).o.data_ptr()))
     fill = kernels.get_cuda_graph_seq_len_fill_value()
-    print("ANSWER", json.dumps({"worst": worst, "buffers": len(buffers), "fill": fill}))
+    counts = [kernels.counters.read(), reference.counters.read()]
+    print("ANSWER", json.dumps({"worst": worst, "buffers": len(buffers), "fill": fill, "counts": counts}))
 
 
 if __name__ == "__main__":

@@ -71,6 +71,10 @@ CASES = {
         ("--flow", QUEST, "--flow-config", '{"dense_layers": [2]}'),
         "dense_layers names layer 2, expected ids from",
     ),
+    "every layer dense": (
+        ("--flow", QUEST, "--flow-config", '{"dense_layers": [0, 1]}'),
+        "dense_layers names all 2 layers, so nothing would be sparse",
+    ),
     "kv dtype": (
         ("--flow", QUEST, "--kv-cache-dtype", "fp8_e5m2"),
         "--kv-cache-dtype can't be used together with --flow",

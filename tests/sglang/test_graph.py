@@ -26,3 +26,10 @@ def test_every_replay_uses_the_buffers_of_the_capture(answer):
 
 def test_padded_rows_have_one_token(answer):
     assert answer["fill"] == 1
+
+
+def test_what_a_graph_counts_is_what_the_reference_counts(answer):
+    kernels, reference = answer["counts"]
+    assert kernels == reference
+    assert kernels["pages_attended"] < kernels["pages_cached"]
+    assert kernels["dense_steps"] + kernels["sparse_steps"] == 7, "of nine rows two are padded"

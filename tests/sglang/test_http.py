@@ -1,6 +1,7 @@
 """``sglang serve --flow`` answers over HTTP."""
 
 import json
+import re
 import socket
 import subprocess
 import time
@@ -45,8 +46,9 @@ def server(tiny_model, tmp_path_factory):
     """Address, trace and log of a running server."""
     folder = tmp_path_factory.mktemp("http")
     url = f"http://127.0.0.1:{free_port()}"
-    config = {"top_k": 2, "trace": str(folder / "trace.jsonl")}
+    config = {"top_k": 2, "summary_dtype": "fp8_e4m3", "trace": str(folder / "trace.jsonl")}
     command = [*SERVE, "--model-path", str(tiny_model), "--flow", FLOW, "--flow-config", json.dumps(config)]
+    command += ["--enable-metrics", "--decode-log-interval", "2"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [*command, "--port", url.rsplit(":", 1)[1]],
@@ -83,6 +85,46 @@ def test_it_tells_its_flow(server):
     assert json.loads(info["flow_config"])["top_k"] == 2
     assert info["decode_attention_backend"] == "flowlib"
     assert info["page_size"] == 16
+    served = info["flow_served"]
+    assert served["budget"] == {"top_k": 2, "top_k_ratio": 0.0, "bos": 1, "eos": 1, "dense_below": 0, "page_size": 16}
+    assert (served["flow"], served["options"], served["impl"]) == (FLOW, {}, "reference")
+    assert (served["sparse_layers"], served["dense_layers"], served["sparse_above_tokens"]) == (2, [], 64)
+    assert served["fields"] == {name: [1, 64, "float8_e4m3fn"] for name in ("k_max", "k_min")}
+
+
+def counts(url):
+    """flowlib's metrics by name, and the labels of one of them."""
+    with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    found = re.findall(r"^flowlib:(\w+)_total\{(.*)\} (\S+)$", text, re.MULTILINE)
+    return {name: int(float(value)) for name, _, value in found}, found[0][1] if found else ""
+
+
+def test_metrics_equal_the_trace(server, prompts):
+    """An idle scheduler publishes what it counted; the trace, written by the step itself, tells what that must be."""
+    url, trace, _ = server
+    body = {
+        "input_ids": [prompts[1], prompts[0][:45]],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True},
+    }
+    ask(url + "/generate", body)
+    for _ in range(40):
+        time.sleep(0.25)
+        wanted = dict.fromkeys(("pages_attended", "pages_cached", "dense_steps", "sparse_steps", "saturated_bounds"), 0)
+        for line in read_trace(trace):
+            rows = [[layer["attended"][i] for layer in line["layers"].values()] for i in range(len(line["cached"]))]
+            for row, pages in zip(rows, line["cached"], strict=True):
+                wanted["pages_attended"] += sum(map(sum, row))
+                wanted["pages_cached"] += pages * sum(map(len, row))
+                dense = sum(map(sum, row)) == pages * sum(map(len, row))
+                wanted["dense_steps" if dense else "sparse_steps"] += 1
+        found, labels = counts(url)
+        if found == wanted:
+            break
+    assert found == wanted
+    assert min(found["dense_steps"], found["sparse_steps"]) > 3
+    assert f'flow="{FLOW}"' in labels
+    assert 'tp_rank="0"' in labels
 
 
 def test_the_log_says_what_is_served(server):
@@ -90,6 +132,14 @@ def test_the_log_says_what_is_served(server):
     text = log.read_text()
     assert f"flowlib: --flow {FLOW} sets --decode-attention-backend to flowlib" in text
     assert f"flowlib: --page-size is not given, --flow {FLOW} sets it to 16" in text
-    # two layers, 2 kv heads, k_max and k_min of 64 float32 each, a 16th of it per token
-    assert "impl reference, budget top_k 2, top_k_ratio 0, bos 1, eos 1 (pages of 16 tokens)" in text
-    assert f"fields k_max, k_min add {2 * 2 * 2 * 64 * 4 // 16} bytes per token" in text
+    # two layers, 2 kv heads, k_max and k_min of 64 float8 each, a 16th of it per token
+    nbytes = 2 * 2 * 2 * 64 // 16
+    first, second = [line for line in text.splitlines() if "flowlib: flow " in line or "flowlib: budget " in line]
+    assert first.endswith(
+        f"flowlib: flow {FLOW} (options none), impl reference, 2 sparse and 0 dense layers, "
+        f"fields k_max float8_e4m3fn, k_min float8_e4m3fn add {nbytes} bytes per token"
+    )
+    assert second.endswith(
+        "flowlib: budget top_k 2, top_k_ratio 0, bos 1, eos 1 (pages of 16 tokens), dense_below 0: "
+        "requests of more than 64 tokens leave pages out"
+    )
