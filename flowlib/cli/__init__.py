@@ -1,4 +1,4 @@
-"""The command line: ``flowlib list | profile | kernels | verify``.
+"""The command line: ``flowlib list | profile | kernels | verify | serve``.
 
 Errors of :mod:`flowlib.errors` become one line and exit status 2; a failed comparison is exit status 1.
 """
@@ -15,7 +15,7 @@ from flowlib.cli.options import FlowFile, Options, flow_of, guarded, plan_of, ta
 
 app = typer.Typer(
     name="flowlib",
-    help="Sparse-attention methods for LLM decoding: list, profile, compile and verify them.",
+    help="Sparse-attention methods for LLM decoding: list, profile, compile, verify and serve them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -125,3 +125,43 @@ def verify(
     )
     if not good:
         raise typer.Exit(1)
+
+
+@app.command(
+    "serve",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    options_metavar="[OPTIONS] [ARGUMENTS OF sglang serve]...",
+)
+@guarded
+def serve_flow(
+    context: typer.Context,
+    flow: Name,
+    top_k: Annotated[int | None, typer.Option(help="Pages chosen beside the reserved ones.")] = None,
+    top_k_ratio: Annotated[float | None, typer.Option(help="Share of a row's pages chosen, if that is more.")] = None,
+    bos: Annotated[int | None, typer.Option(help="First pages, always attended.")] = None,
+    eos: Annotated[int | None, typer.Option(help="Last pages, always attended.")] = None,
+    dense_below: Annotated[int | None, typer.Option(help="Requests of so many tokens are attended in full.")] = None,
+    dense_layers: Annotated[
+        str | None, typer.Option(metavar="IDS", help="Layers that attend to everything, such as 0,1.")
+    ] = None,
+    summary_dtype: Annotated[str | None, typer.Option(help="auto, bf16, fp16, fp32 or fp8_e4m3.")] = None,
+    summary_scale: Annotated[float | None, typer.Option(help="What fp8 summaries are multiplied by.")] = None,
+    flow_file: FlowFile = None,
+    option: Options = None,
+    flow_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="The same and more as one JSON object, as for SGLang's flag.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and run nothing.")] = False,
+) -> None:
+    """Serve a model with a flow: `sglang serve` with the flow checked first. What is not listed here goes to SGLang.
+
+    Example: flowlib serve gqa_quest_sparse_attention MODEL --top-k 64 --tp 2 --port 30000
+    """
+    from flowlib.cli.serve import layers, run
+
+    said = {
+        "top_k": top_k, "top_k_ratio": top_k_ratio, "bos": bos, "eos": eos, "dense_below": dense_below,
+        "dense_layers": layers(dense_layers), "summary_dtype": summary_dtype, "summary_scale": summary_scale,
+        "module_path": flow_file, "option": option or None,
+    }  # fmt: skip
+    run(flow, context.args, flow_config, said, dry_run)
