@@ -18,7 +18,7 @@ from flowlib.runtime.pool import KVStore, check_integers
 
 IMPLEMENTATIONS = ("reference", "triton")
 ATTEND = "flowlib.kernels.attend:launch_attend"
-ATTEND_MLA = ATTEND
+ATTEND_MLA = "flowlib.kernels.attend_mla:launch_attend_mla"
 _ROW_MULTIPLE = 16  # columns: kernels read rows of buffers in vectors
 
 
@@ -265,9 +265,15 @@ class Plan:
         )
 
     def _splits(self, rows: int) -> int:
+        spec, lists = self.spec, rows * self.spec.num_kv_heads * self.lanes
+        if spec.is_mla:
+            from flowlib.kernels import attend_mla
+
+            heads, itemsize = spec.group_size if self.lanes == 1 else 1, spec.kv_dtype.itemsize
+            return attend_mla.num_splits(self.max_selected, spec.page_size, lists, heads, itemsize)
         from flowlib.kernels.attend import num_splits
 
-        return num_splits(self.max_selected, self.spec.page_size, rows * self.spec.num_kv_heads * self.lanes)
+        return num_splits(self.max_selected, spec.page_size, lists)
 
     def launch(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
         """The step as Triton kernels into `out`, unchecked: allocates nothing, never waits, capturable."""
