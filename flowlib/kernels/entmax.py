@@ -1,0 +1,395 @@
+"""Entmax attention over logical page lists, in two launches: scores and thresholds, then values.
+
+Entmax p = max(z - tau, 0)^(1/a), a = alpha - 1 and z = a * s, has exact zeros, so V is read for few tokens. The first
+kernel reads K once, stores every z and the largest of each tile, and the program that arrives last at a list solves for
+tau from what is stored (lists that several query heads share take a launch of their own for it). The second kernel
+reads V where p > 0; its splits have one tau, so their sums add up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from flowlib.kernels.attend import _cut, _dot_types
+from flowlib.kernels.entmax_tau import STATE, powers, solve_head
+from flowlib.kernels.pdl import begin, options
+
+_HEAD_TILE = 16
+# bytes a value -> (tokens a tile, warps)
+_TILE = {1: (128, 4), 2: (64, 4), 4: (32, 8)}
+_TILE_BYTES = 48 * 1024
+_COARSEST, _FINEST = 128, 16
+_THRESHOLD_WARPS = 8
+_MANY_REGISTERS = 168  # where the assembler would spill to fit one more program on a multiprocessor
+_REGISTER_TOKENS = 4096  # a head's tokens that stay in registers while tau is solved
+_VALUE_TILES = 64
+_SOLVE_TILES = 2048
+
+_STEPS = 64
+
+EXACT, CORRECTED, FIXED = 0, 1, 2
+"""Where tau comes from: solved for, a few steps from an estimate, or the estimate itself."""
+MODES = {"exact": EXACT, "corrected": CORRECTED, "fixed": FIXED}
+_KIND = {1.5: 1, 2.0: 2}
+
+
+@triton.jit
+def _tokens_of(
+    p_pages, p_physical, p_table, o, last, n_list, n_row, PAGE: tl.constexpr, BT: tl.constexpr,
+    PHYSICAL: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """(positions, slots) of the tokens o .. o + BT - 1 of a list; those from `last` on are anything."""
+    if WHOLE:  # [BT / PAGE] pages, each once
+        o_i, o_in = o // PAGE + tl.arange(0, BT // PAGE), tl.arange(0, PAGE)[None, :]
+    else:  # [BT] pages, of every token
+        o_i, o_in = (o + tl.arange(0, BT)) // PAGE, ((o + tl.arange(0, BT)) % PAGE)[:, None]
+    m_i = o_i * PAGE < last
+    b_page = tl.load(p_pages + n_list + o_i, mask=m_i, other=0)
+    if PHYSICAL:  # then no load here waits for another one
+        b_physical = tl.load(p_physical + n_list + o_i, mask=m_i, other=0)
+    else:
+        b_physical = tl.load(p_table + n_row + b_page, mask=m_i, other=0)
+    b_pos = tl.reshape(b_page[:, None] * PAGE + o_in, [BT])
+    return b_pos, tl.reshape(b_physical.to(tl.int64)[:, None] * PAGE + o_in, [BT])
+
+
+@triton.jit(do_not_specialize=["W", "M", "bos", "eos", "n_steps", "s_table", "s_bound_row", "s_bound_lane"])
+def score_kernel(
+    p_q, p_k, p_table, p_seq_lens, p_pages, p_physical, p_lengths, p_slopes, p_z, p_tile_max, p_active, p_state,
+    p_tau, p_estimate, p_bounds, p_certified, p_a, p_arrived, qk_scale, a, beta, n_steps,
+    s_q_b, s_q_h, s_k_t, s_k_h, s_z, s_table, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos,
+    H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, QK_TYPE: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr,
+    BT: tl.constexpr, BW: tl.constexpr, LOOP: tl.constexpr, BN: tl.constexpr, FINEST: tl.constexpr,
+    KIND: tl.constexpr, MODE: tl.constexpr, SPLIT: tl.constexpr, PHYSICAL: tl.constexpr, WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    n_tiles: tl.constexpr = (HEADS + BH - 1) // BH
+    i_list, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
+    i_split, n_splits = tl.program_id(1), tl.num_programs(1)
+    i_b, i_lane = i_list // (H * LANES), i_list % LANES
+    i_h = (i_list // LANES) % H
+
+    o_g = i_tile * BH + tl.arange(0, BH)
+    m_g = o_g < HEADS
+    o_hq = i_h * G + i_lane + o_g
+    o_d0, o_d1 = tl.arange(0, D0), D0 + tl.arange(0, max(D1, 1))
+
+    begin(PDL)
+    seq_len = tl.minimum(tl.load(p_seq_lens + i_b), W * PAGE)
+    n_pages = tl.maximum(tl.minimum(tl.load(p_lengths + i_list), M), 0)
+    per_split = tl.cdiv(tl.cdiv(n_pages * PAGE, BT), n_splits) * BT
+    first = i_split * per_split
+    last = tl.minimum(first + per_split, n_pages * PAGE)
+
+    p_q += i_b * s_q_b + o_hq[:, None] * s_q_h
+    # [BH, D0]
+    b_q0 = tl.load(p_q + o_d0[None, :], mask=m_g[:, None] & (o_d0 < D)[None, :], other=0.0).to(QK_TYPE)
+    if D1 > 0:
+        # [BH, D1]
+        b_q1 = tl.load(p_q + o_d1[None, :], mask=m_g[:, None] & (o_d1 < D)[None, :], other=0.0).to(QK_TYPE)
+    b_a = tl.full((BH,), a, tl.float32)
+    if p_a is not None:
+        # [BH]
+        b_a = tl.load(p_a + o_hq, mask=m_g, other=1.0)
+    if p_slopes is not None:
+        # [BH]
+        b_slope = tl.load(p_slopes + o_hq, mask=m_g, other=0.0) * b_a
+    o_line = i_b * (H * G) + o_hq
+
+    for o in tl.range(first, last, BT):
+        b_pos, b_slot = _tokens_of(
+            p_pages, p_physical, p_table, o, last, i_list * M, i_b * s_table, PAGE, BT, PHYSICAL, WHOLE
+        )
+        o_t = o + tl.arange(0, BT)
+        m_t = (o_t < last) & (b_pos < seq_len)
+        p_kt = p_k + b_slot[:, None] * s_k_t + i_h * s_k_h
+        # [BT, D0]
+        b_k0 = tl.load(p_kt + o_d0[None, :], mask=m_t[:, None] & (o_d0 < D)[None, :], other=0.0).to(QK_TYPE)
+        b_z = tl.dot(b_q0, tl.trans(b_k0), input_precision="ieee")
+        if D1 > 0:
+            # [BT, D1]
+            b_k1 = tl.load(p_kt + o_d1[None, :], mask=m_t[:, None] & (o_d1 < D)[None, :], other=0.0).to(QK_TYPE)
+            b_z = tl.dot(b_q1, tl.trans(b_k1), b_z, input_precision="ieee")
+        b_z *= qk_scale * b_a[:, None]
+        if p_slopes is not None:
+            b_z += b_slope[:, None] * (b_pos - (seq_len - 1)).to(tl.float32)[None, :]
+        b_z = tl.where(m_t[None, :], b_z, float("-inf"))
+        tl.store(p_z + o_line[:, None] * s_z + o_t[None, :], b_z, mask=m_g[:, None] & (o_t < last)[None, :])
+        tl.store(p_tile_max + o_line * (s_z // FINEST) + o // BT, tl.max(b_z, 1), mask=m_g)
+
+    if HEADS == 1:
+        tl.debug_barrier()  # the other warps' stores come before the count of one, or before they are read
+        done = True
+        if SPLIT:
+            done = tl.atomic_add(p_arrived + i_list, 1, sem="acq_rel") == n_splits - 1
+        if done:
+            if SPLIT:
+                tl.store(p_arrived + i_list, 0)
+            solve_head(
+                p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, p_certified, p_pages, p_seq_lens, p_a,
+                i_b, i_h * G + i_lane, i_list, n_pages, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos,
+                a, beta, n_steps, H, G, KIND, MODE, PAGE, BT, BW, LOOP, BN, FINEST,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["W", "M", "bos", "eos", "n_steps", "s_bound_row", "s_bound_lane"])
+def threshold_kernel(
+    p_seq_lens, p_pages, p_lengths, p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, p_certified, p_a,
+    a, beta, n_steps, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos,
+    H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
+    LOOP: tl.constexpr, BN: tl.constexpr, FINEST: tl.constexpr, KIND: tl.constexpr, MODE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    i_line = tl.program_id(0).to(tl.int64)
+    i_b, i_hq = i_line // (H * G), i_line % (H * G)
+    i_list = (i_b * H + i_hq // G) * LANES + (i_hq % G) * (LANES // G)
+    begin(PDL)
+    n_pages = tl.maximum(tl.minimum(tl.load(p_lengths + i_list), M), 0)
+    solve_head(
+        p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, p_certified, p_pages, p_seq_lens, p_a,
+        i_b, i_hq, i_list, n_pages, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos,
+        a, beta, n_steps, H, G, KIND, MODE, PAGE, BT, BW, LOOP, BN, FINEST,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sum_of_splits(
+    p_partial_o, p_partial_mass, p_o, p_mass, i_b, i_hq, n_heads, n_splits, v_scale, s_o_b, s_o_h, FIRST: tl.constexpr,
+    WIDTH: tl.constexpr, HQ: tl.constexpr, DV: tl.constexpr, BG: tl.constexpr, NORMALISED: tl.constexpr,
+):  # fmt: skip
+    """Store WIDTH columns of `n_heads` query heads, and their mass: those of all splits added in their order."""
+    o_g = tl.arange(0, BG)
+    m_g = o_g < n_heads
+    o_line = (i_b * HQ + i_hq + o_g) * n_splits
+    o_v = FIRST + tl.arange(0, WIDTH)
+    m_v = m_g[:, None] & (o_v < DV)[None, :]
+    b_mass, b_o = tl.zeros((BG,), tl.float32), tl.zeros((BG, WIDTH), tl.float32)
+    for i_s in tl.range(0, n_splits, loop_unroll_factor=max(1, min(8, 4096 // (BG * WIDTH)))):
+        # [BG]
+        b_mass += tl.load(p_partial_mass + o_line + i_s, mask=m_g, other=0.0)
+        # [BG, WIDTH]
+        b_o += tl.load(p_partial_o + (o_line + i_s)[:, None] * DV + o_v[None, :], mask=m_v, other=0.0)
+    if NORMALISED:
+        b_o *= (1.0 / tl.where(b_mass == 0.0, 1.0, b_mass))[:, None]
+    p_o += i_b * s_o_b + (i_hq + o_g)[:, None] * s_o_h
+    tl.store(p_o + o_v[None, :], (b_o * v_scale).to(p_o.dtype.element_ty), mask=m_v)
+    if FIRST == 0:
+        tl.store(p_mass + i_b * HQ + i_hq + o_g, b_mass, mask=m_g)
+
+
+@triton.jit(do_not_specialize=["M", "s_table"])
+def value_kernel(
+    p_v, p_table, p_pages, p_physical, p_lengths, p_z, p_tile_max, p_state, p_a, p_o, p_mass,
+    p_partial_o, p_partial_mass, p_arrived, beta, v_scale, s_v_t, s_v_h, s_o_b, s_o_h, s_z, s_table, M,
+    H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr,
+    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, PV_TYPE: tl.constexpr, HEADS: tl.constexpr,
+    BH: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, FINEST: tl.constexpr, KIND: tl.constexpr,
+    NORMALISED: tl.constexpr, SPLIT: tl.constexpr, BG: tl.constexpr, PHYSICAL: tl.constexpr, WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    n_tiles: tl.constexpr = (HEADS + BH - 1) // BH
+    i_list, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
+    i_split, n_splits = tl.program_id(1), tl.num_programs(1)
+    i_b, i_lane = i_list // (H * LANES), i_list % LANES
+    i_h = (i_list // LANES) % H
+
+    o_g = i_tile * BH + tl.arange(0, BH)
+    m_g = o_g < HEADS
+    o_hq = i_h * G + i_lane + o_g
+    o_v0, o_v1 = tl.arange(0, DV0), DV0 + tl.arange(0, max(DV1, 1))
+    o_line = i_b * (H * G) + o_hq
+
+    begin(PDL)
+    n_pages = tl.maximum(tl.minimum(tl.load(p_lengths + i_list), M), 0)
+    per_split = tl.cdiv(tl.cdiv(n_pages * PAGE, BT), n_splits)
+    first = i_split * per_split
+    last = tl.minimum(first + per_split, tl.cdiv(n_pages * PAGE, BT))
+    n_tokens = n_pages * PAGE
+    # [BH]
+    b_top = tl.load(p_state + o_line * STATE, mask=m_g, other=0.0)
+    b_t = tl.load(p_state + o_line * STATE + 1, mask=m_g, other=float("inf"))
+    b_w = tl.load(p_state + o_line * STATE + 2, mask=m_g, other=float("inf"))
+    b_rest = tl.load(p_state + o_line * STATE + 3, mask=m_g, other=0.0)
+    b_beta = tl.full((BH,), beta, tl.float32)
+    if p_a is not None:
+        b_beta = 1.0 / tl.load(p_a + o_hq, mask=m_g, other=1.0)
+
+    b_mass = tl.zeros((BH,), tl.float32)
+    b_o0 = tl.zeros((BH, DV0), tl.float32)
+    b_o1 = tl.zeros((BH, max(DV1, 1)), tl.float32)
+    o_n = tl.arange(0, BN)
+    for o_tile in tl.range(first, last, BN):
+        # [BH, BN]
+        m_n = m_g[:, None] & (o_tile + o_n < last)[None, :]
+        b_max = tl.load(
+            p_tile_max + (o_line * (s_z // FINEST))[:, None] + (o_tile + o_n)[None, :], mask=m_n, other=float("-inf")
+        )
+        m_n = m_n & ~(((b_max - b_top[:, None]) - b_t[:, None]) - b_rest[:, None] <= 0.0)
+        m_any = tl.max(m_n.to(tl.int32), 0) > 0
+        i_n = tl.min(tl.where(m_any, o_n, BN))
+        while i_n < BN:
+            o = (o_tile + i_n) * BT
+            i_n = tl.min(tl.where(m_any & (o_n > i_n), o_n, BN))
+            _, b_slot = _tokens_of(
+                p_pages, p_physical, p_table, o, n_tokens, i_list * M, i_b * s_table, PAGE, BT, PHYSICAL, WHOLE
+            )
+            o_t = o + tl.arange(0, BT)
+            # [BH, BT]
+            b_z = tl.load(
+                p_z + o_line[:, None] * s_z + o_t[None, :], mask=m_g[:, None] & (o_t < n_tokens)[None, :],
+                other=float("-inf"),
+            )  # fmt: skip
+            b_d = b_z - b_top[:, None]
+            b_p, _ = powers(
+                (b_d - b_t[:, None]) - b_rest[:, None], (b_d - b_w[:, None]) - b_rest[:, None], b_beta[:, None], KIND
+            )
+            b_mass += tl.sum(b_p, 1)
+            m_t = tl.max((~(b_p <= 0.0)).to(tl.int32), 0) > 0
+            b_p = b_p.to(PV_TYPE)
+            p_vt = p_v + b_slot[:, None] * s_v_t + i_h * s_v_h
+            # [BT, DV0]
+            b_v0 = tl.load(p_vt + o_v0[None, :], mask=m_t[:, None] & (o_v0 < DV)[None, :], other=0.0).to(PV_TYPE)
+            b_o0 = tl.dot(b_p, b_v0, b_o0, input_precision="ieee")
+            if DV1 > 0:
+                # [BT, DV1]
+                b_v1 = tl.load(p_vt + o_v1[None, :], mask=m_t[:, None] & (o_v1 < DV)[None, :], other=0.0).to(PV_TYPE)
+                b_o1 = tl.dot(b_p, b_v1, b_o1, input_precision="ieee")
+
+    m_0 = m_g[:, None] & (o_v0 < DV)[None, :]
+    m_1 = m_g[:, None] & (o_v1 < DV)[None, :]
+    if not SPLIT:
+        b_norm = tl.full((BH,), v_scale, tl.float32)
+        if NORMALISED:
+            b_norm = v_scale / tl.where(b_mass == 0.0, 1.0, b_mass)
+        p_o += i_b * s_o_b + o_hq[:, None] * s_o_h
+        tl.store(p_o + o_v0[None, :], (b_o0 * b_norm[:, None]).to(p_o.dtype.element_ty), mask=m_0)
+        if DV1 > 0:
+            tl.store(p_o + o_v1[None, :], (b_o1 * b_norm[:, None]).to(p_o.dtype.element_ty), mask=m_1)
+        tl.store(p_mass + o_line, b_mass, mask=m_g)
+    else:
+        o_row = o_line * n_splits + i_split
+        tl.store(p_partial_o + o_row[:, None] * DV + o_v0[None, :], b_o0, mask=m_0)
+        if DV1 > 0:
+            tl.store(p_partial_o + o_row[:, None] * DV + o_v1[None, :], b_o1, mask=m_1)
+        tl.store(p_partial_mass + o_row, b_mass, mask=m_g)
+        tl.debug_barrier()  # the other warps' stores come before the count of one
+        p_arrived += i_list * n_tiles + i_tile
+        if tl.atomic_add(p_arrived, 1, sem="acq_rel") == n_splits - 1:
+            tl.store(p_arrived, 0)
+            i_hq, n_heads = i_h * G + i_lane + i_tile * BH, tl.minimum(HEADS - i_tile * BH, BH)
+            _sum_of_splits(
+                p_partial_o, p_partial_mass, p_o, p_mass, i_b, i_hq, n_heads, n_splits, v_scale, s_o_b, s_o_h,
+                0, DV0, H * G, DV, BG, NORMALISED,
+            )  # fmt: skip
+            if DV1 > 0:
+                _sum_of_splits(
+                    p_partial_o, p_partial_mass, p_o, p_mass, i_b, i_hq, n_heads, n_splits, v_scale, s_o_b, s_o_h,
+                    DV0, DV1, H * G, DV, BG, NORMALISED,
+                )  # fmt: skip
+
+
+def capacity(max_selected_pages: int, page_size: int) -> int:
+    """Tokens of a head's stored scores: those of its longest list, in whole tiles."""
+    return triton.cdiv(max_selected_pages * page_size, _COARSEST) * _COARSEST
+
+
+def workspace(heads: int, max_selected_pages: int, page_size: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes for one row, and dtypes, of the scratch of :func:`launch_entmax`, by the name of its argument."""
+    tokens = capacity(max_selected_pages, page_size)
+    scratch: dict[str, tuple[tuple[int, ...], str]] = {
+        "z": ((heads, tokens), "float32"),
+        "tile_max": ((heads, tokens // _FINEST), "float32"),
+        "state": ((heads, STATE.value), "float32"),
+    }
+    if tokens > _REGISTER_TOKENS:
+        scratch["active"] = ((heads, tokens // _FINEST), "int32")
+    return scratch
+
+
+def launch_entmax(
+    q: Any, k: Any, v: Any, page_table: Any, seq_lens: Any, pages: Any, lengths: Any, o: Any, tau: Any, mass: Any,
+    z: Any, tile_max: Any, state: Any, active: Any = None, partial_o: Any = None, partial_mass: Any = None,
+    arrived: Any = None, *,
+    num_kv_heads: int, group_size: int, lanes: int, page_size: int, scale: float, k_scale: float, v_scale: float,
+    alpha: float, a_of_head: Any = None, mode: str = "exact", steps: int = 0, estimate: Any = None,
+    bounds: Any = None, certified: Any = None, bos: int = 0, eos: int = 1,
+    alibi_slopes: Any = None, num_splits: int = 1, physical: Any = None, pdl: bool = False,
+) -> None:  # fmt: skip
+    """Entmax attention over the tokens of every row's page list: two kernels, three where heads share a list.
+
+    Arguments not named here are those of :func:`flowlib.kernels.attend.launch_attend`.
+
+    Args:
+        o: ``[bs, H_q, Dv]``, written; an empty row gives 0.
+        tau: fp32 ``[bs, H_q]`` contiguous, written: the threshold of (alpha - 1) * s; -inf for an empty row.
+        mass: fp32 ``[bs, H_q]`` contiguous, written: the sum of the probabilities as tau gives them.
+        z, tile_max, state, active: scratch, contiguous ``[bs, ...]``, see :func:`workspace`.
+        partial_o: fp32 ``[bs, H_q, num_splits, Dv]``, partial_mass fp32 ``[bs, H_q, num_splits]``; scratch, None with
+            one split. arrived as there.
+        alpha: above 1, at most 2; 1.5 and 2 take no logarithms.
+        a_of_head: fp32 ``[H_q]``, alpha - 1 of each query head in place of `alpha`.
+        mode: "exact" solves for tau; "corrected" takes `steps` steps from the estimate, kept inside the bracket that
+            holds tau, and divides by the mass; "fixed" takes the estimate as it is and does not divide.
+        estimate: fp32 ``[bs, H_q]`` contiguous, a tau; None in mode "exact".
+        bounds: fp32 ``[bs * num_kv_heads, group_size or 1, width]``, any strides: bounds of the scores in each page,
+            read at the scored pages ``[bos, S - eos)``.
+        certified: int8 ``[bs, H_q]`` contiguous, written where `bounds` are given: 1 where no scored page outside of
+            the list can hold mass, so that o is the attention over the whole row.
+    """
+    head_dim, v_head_dim, heads = k.shape[-1], v.shape[-1], group_size if lanes == 1 else 1
+    qk_type, pv_type = _dot_types(q, k, v)
+    itemsize = 4 if tl.float32 in (qk_type, pv_type) else k.element_size()
+    d0, d1 = _cut(head_dim)
+    dv0, dv1 = _cut(v_head_dim)
+    block, warps = _block(max(d0 + d1, dv0 + dv1), itemsize)
+    a = 1.0 if a_of_head is not None else alpha - 1.0
+    kind = 0 if a_of_head is not None else _KIND.get(float(alpha), 0)
+    many = kind == 0 or d1 > 0 or dv1 > 0 or itemsize == 4
+    launch = {**options(pdl), **({"maxnreg": _MANY_REGISTERS} if many else {})}
+    grid = (lengths.numel() * triton.cdiv(heads, _HEAD_TILE), num_splits)
+    tokens, columns = z.shape[-1], page_table.shape[1]
+    strides = (0, 0, 0) if bounds is None else bounds.stride()
+    if bounds is not None and bounds.shape[1] == 1:
+        strides = (strides[0], 0, strides[2])
+    solving = {
+        "H": num_kv_heads, "G": group_size, "LANES": lanes, "PAGE": page_size, "BT": block,
+        "BW": min(_REGISTER_TOKENS, triton.next_power_of_2(tokens)), "LOOP": tokens > _REGISTER_TOKENS,
+        "BN": min(_SOLVE_TILES, triton.next_power_of_2(tokens // block)), "FINEST": _FINEST,
+        "KIND": kind, "MODE": MODES[mode], **launch,
+    }  # fmt: skip
+    n_steps = _STEPS if mode == "exact" else steps if mode == "corrected" else 0
+    known = (z, tile_max, active, state, tau, estimate, bounds, certified, a_of_head)
+    score_kernel[grid](
+        q, k, page_table, seq_lens, pages, physical, lengths, alibi_slopes, *known, arrived, scale * k_scale,
+        a, 1.0 / a, n_steps, *q.stride()[:2], *k.stride()[:2], tokens, page_table.stride(0), *strides, columns,
+        pages.shape[-1], bos, eos, D=head_dim, D0=d0, D1=d1, QK_TYPE=qk_type, HEADS=heads, BH=_HEAD_TILE,
+        SPLIT=num_splits > 1, PHYSICAL=physical is not None, WHOLE=block % page_size == 0, num_warps=warps,
+        num_stages=2, **solving,
+    )  # fmt: skip
+    if heads > 1:
+        threshold_kernel[(tau.numel(),)](
+            seq_lens, pages, lengths, *known, a, 1.0 / a, n_steps, tokens, *strides, columns, pages.shape[-1],
+            bos, eos, num_warps=_THRESHOLD_WARPS, num_stages=1, **solving,
+        )  # fmt: skip
+    value_kernel[grid](
+        v, page_table, pages, physical, lengths, z, tile_max, state, a_of_head, o, mass,
+        partial_o, partial_mass, arrived, 1.0 / a, v_scale, *v.stride()[:2], *o.stride()[:2], tokens,
+        page_table.stride(0), pages.shape[-1],
+        H=num_kv_heads, G=group_size, LANES=lanes, PAGE=page_size, DV=v_head_dim, DV0=dv0, DV1=dv1, PV_TYPE=pv_type,
+        HEADS=heads, BH=_HEAD_TILE, BT=block, BN=min(_VALUE_TILES, triton.next_power_of_2(tokens // block)),
+        FINEST=_FINEST, KIND=kind, NORMALISED=mode != "fixed", SPLIT=num_splits > 1,
+        BG=min(_HEAD_TILE, triton.next_power_of_2(heads)), PHYSICAL=physical is not None,
+        WHOLE=block % page_size == 0, num_warps=warps, num_stages=2, **launch,
+    )  # fmt: skip
+
+
+def _block(lanes: int, itemsize: int) -> tuple[int, int]:
+    """(tokens a tile, warps); a tile of `lanes` values a token stays within its share of memory."""
+    block, warps = _TILE[itemsize]
+    while block > _FINEST and block * lanes * itemsize > _TILE_BYTES:
+        block //= 2
+    return block, warps

@@ -1,0 +1,266 @@
+"""The threshold of entmax over stored scores: one program a row of scores.
+
+tau is found by Newton steps on the (1/a)-norm of max(z - tau, 0), which is convex in tau and almost linear: from
+max z - 1, where it is at least 1, steps never pass the root, and about five suffice. A threshold is kept as its
+distance from max z in two forms, t and w = t + 1, which keep their digits near 0 and near -1, and a last step too small
+for either.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOOP_TOKENS = tl.constexpr(2048)
+_PAGES = tl.constexpr(1024)
+_NEWTON_STEPS = tl.constexpr(12)
+_TOLERANCE = tl.constexpr(1e-6)
+_ENOUGH = tl.constexpr(1.0 - 64 * 2.0**-23)
+STATE = tl.constexpr(4)
+"""Numbers kept of a row: max z, t, w and the last step."""
+
+
+@triton.jit
+def powers(b_x, b_y, beta, KIND: tl.constexpr):
+    """(x^beta, x^(beta - 1)), 0 where x <= 0; y = x - 1 keeps the digits of x near 1."""
+    m_zero = b_x <= 0.0
+    if KIND == 2:
+        b_p, b_slope = tl.where(m_zero, 0.0, b_x), tl.where(m_zero, 0.0, 1.0)
+    elif KIND == 1:
+        b_slope = tl.where(m_zero, 0.0, b_x)
+        b_p = b_slope * b_slope
+    else:
+        b_near = tl.where(b_y < -0.5, 0.0, b_y)
+        b_one = 1.0 + b_near
+        b_rest = b_one - 1.0
+        b_log = tl.where(b_rest == 0.0, b_near * 1.4426950408889634,
+                         tl.log2(b_one) * (b_near / tl.where(b_rest == 0.0, 1.0, b_rest)))  # fmt: skip
+        b_log = tl.where(b_y < -0.5, tl.log2(tl.where(m_zero, 1.0, b_x)), b_log)
+        b_p = tl.where(m_zero, 0.0, tl.exp2(beta * b_log))
+        b_slope = tl.where(m_zero, 0.0, tl.exp2((beta - 1.0) * b_log))
+    return b_p, b_slope
+
+
+@triton.jit
+def _terms(b_z, top, t, w, beta, KIND: tl.constexpr):
+    """The powers of z - tau, of tokens whose z is -inf where they do not count."""
+    b_d = b_z - top
+    return powers(b_d - t, b_d - w, beta, KIND)
+
+
+@triton.jit
+def _sums_in_loop(
+    p_z, p_active, n_active, n_tokens, top, t, w, beta, KIND: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr
+):
+    """Both sums over the tiles listed."""
+    b_total, b_slope = tl.zeros((BW,), tl.float32), tl.zeros((BW,), tl.float32)
+    for o in tl.range(0, n_active * BT, BW):
+        o_w = o + tl.arange(0, BW)
+        m_w = o_w < n_active * BT
+        # [BW]
+        o_t = tl.load(p_active + o_w // BT, mask=m_w, other=0) * BT + o_w % BT
+        b_z = tl.load(p_z + o_t, mask=m_w & (o_t < n_tokens), other=float("-inf"))
+        b_p, b_s = _terms(b_z, top, t, w, beta, KIND)
+        b_total += b_p
+        b_slope += b_s
+    return tl.sum(b_total), tl.sum(b_slope)
+
+
+@triton.jit
+def _newton(total, slope, a, KIND: tl.constexpr):
+    """The step to the root of the norm's tangent."""
+    slope = tl.where(slope == 0.0, 1.0, slope)
+    if KIND == 2:
+        step = (total - 1.0) / slope
+    elif KIND == 1:
+        step = (total - tl.sqrt_rn(total)) / slope
+    else:
+        step = total * (1.0 - tl.exp2(-a * tl.log2(tl.where(total == 0.0, 1.0, total)))) / slope
+    return step
+
+
+@triton.jit
+def _advance(total, slope, a, t, w, low_t, low_w, high_t, high_w, i, n_steps, KIND: tl.constexpr):
+    """The next threshold to try, the bracket, and whether it is worth trying."""
+    step = _newton(total, slope, a, KIND)
+    above = total >= 1.0
+    low_t, low_w = tl.where(above, t, low_t), tl.where(above, w, low_w)
+    high_t, high_w = tl.where(above, high_t, t), tl.where(above, high_w, w)
+    next_t, next_w = t + step, w + step
+    next_t, next_w = tl.where(next_t < low_t, low_t, next_t), tl.where(next_t < low_t, low_w, next_w)
+    next_w, next_t = tl.where(next_t > high_t, high_w, next_w), tl.where(next_t > high_t, high_t, next_t)
+    halve = (i >= _NEWTON_STEPS) & (i % 2 == 1)
+    next_t = tl.where(halve, 0.5 * (low_t + high_t), next_t)
+    next_w = tl.where(halve, 0.5 * (low_w + high_w), next_w)
+    going = (i + 1 < n_steps) & (tl.abs(step) > _TOLERANCE * tl.abs(t))
+    return next_t, next_w, low_t, low_w, high_t, high_w, going
+
+
+@triton.jit
+def _sums(
+    b_z, p_z, p_active, n_active, n_tokens, top, t, w, beta,
+    KIND: tl.constexpr, LOOP: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """(sum of x^beta, sum of x^(beta - 1)) over a row, which is `b_z` or lies in memory."""
+    if LOOP:
+        total, slope = _sums_in_loop(p_z, p_active, n_active, n_tokens, top, t, w, beta, KIND, BT, BW)
+    else:
+        b_p, b_s = _terms(b_z, top, t, w, beta, KIND)
+        total, slope = tl.sum(b_p), tl.sum(b_s)
+    return total, slope
+
+
+@triton.jit
+def _iterate(
+    b_z, p_z, p_active, n_active, n_tokens, top, t, w, high_t, high_w, a, beta, n_steps,
+    KIND: tl.constexpr, MODE: tl.constexpr, CHECK: tl.constexpr, LOOP: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """(t, w, a last step, whether the mass is 1 there) of one row, from a first t and w inside the bracket."""
+    low_t, low_w = tl.full((), -1.0, tl.float32), tl.zeros((), tl.float32)
+    total, slope = tl.full((), 1.0, tl.float32), tl.full((), 1.0, tl.float32)
+    i = tl.zeros((), tl.int32)
+    going = i < n_steps
+    while going:
+        total, slope = _sums(b_z, p_z, p_active, n_active, n_tokens, top, t, w, beta, KIND, LOOP, BT, BW)
+        next_t, next_w, low_t, low_w, high_t, high_w, going = _advance(
+            total, slope, a, t, w, low_t, low_w, high_t, high_w, i, n_steps, KIND
+        )
+        if MODE == 0:  # EXACT: where it ends, the last step is taken apart from t
+            t, w = tl.where(going, next_t, t), tl.where(going, next_w, w)
+        else:
+            t, w = next_t, next_w
+        i += 1
+    if MODE == 0:
+        rest = a * (total - 1.0) / slope
+        enough = total >= _ENOUGH
+    else:
+        rest = tl.zeros((), tl.float32)
+        if CHECK:
+            total, slope = _sums(b_z, p_z, p_active, n_active, n_tokens, top, t, w, beta, KIND, LOOP, BT, BW)
+        enough = total >= _ENOUGH
+    return t, w, rest, enough
+
+
+@triton.jit
+def _active_tiles(p_tile_max, p_active, n_tiles, top, BN: tl.constexpr):
+    """List the tiles that may hold mass, those with a z above top - 1; returns how many."""
+    n_active = tl.zeros((), tl.int32)
+    for o in tl.range(0, n_tiles, BN):
+        o_n = o + tl.arange(0, BN)
+        # [BN]
+        b_max = tl.load(p_tile_max + o_n, mask=o_n < n_tiles, other=float("-inf"))
+        m_n = (o_n < n_tiles) & ~(b_max - top <= -1.0)
+        b_n = m_n.to(tl.int32)
+        tl.store(p_active + n_active + tl.cumsum(b_n, 0) - b_n, o_n, mask=m_n)
+        n_active += tl.sum(b_n)
+    return n_active
+
+
+@triton.jit
+def _is_exact(
+    p_bounds, s_page, first, last, p_pages, length, tau, a, PAGE: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """Whether every scored page [first, last) whose bound exceeds tau is listed; a bound of NaN exceeds everything."""
+    above = tl.zeros((), tl.int32)
+    for o in tl.range(first, last, BW):
+        o_w = o + tl.arange(0, BW)
+        # [BW]
+        b_bound = tl.load(p_bounds + o_w.to(tl.int64) * s_page, mask=o_w < last, other=float("-inf"))
+        above += tl.sum((~(a * b_bound <= tau)).to(tl.int32))
+    for o in tl.range(0, length, BW):
+        o_w = o + tl.arange(0, BW)
+        b_page = tl.load(p_pages + o_w, mask=o_w < length, other=-1)
+        m_page = (b_page >= first) & (b_page < last)
+        b_bound = tl.load(p_bounds + b_page.to(tl.int64) * s_page, mask=m_page, other=float("-inf"))
+        above -= tl.sum((~(a * b_bound <= tau)).to(tl.int32))
+    return above == 0
+
+
+@triton.jit
+def _solve(
+    p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, s_bound, p_certified, p_pages,
+    n_pages, first, last, a, beta, n_steps,
+    KIND: tl.constexpr, MODE: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
+    LOOP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Threshold of one query head, whose tokens are the `n_pages` pages listed; pointers are to its own values."""
+    n_tokens = n_pages * PAGE
+    n_tiles = tl.cdiv(n_tokens, BT)
+    b_max = tl.full((BN,), float("-inf"), tl.float32)
+    for o in tl.range(0, n_tiles, BN):
+        o_n = o + tl.arange(0, BN)
+        # [BN]
+        b_tile = tl.load(p_tile_max + o_n, mask=o_n < n_tiles, other=float("-inf"))
+        b_max = tl.where(b_tile > b_max, b_tile, b_max)
+    top = tl.max(b_max)
+    empty = top == float("-inf")
+    top = tl.where(empty, 0.0, top)
+    least = tl.exp2(-a * tl.log2(tl.maximum(n_tokens, 1).to(tl.float32)))
+    high_t, high_w = -least, 1.0 - least
+    t, w = tl.full((), -1.0, tl.float32), tl.zeros((), tl.float32)
+    if MODE > 0:
+        t = tl.load(p_estimate) - top
+        if MODE == 1:
+            t = tl.minimum(tl.maximum(t, -1.0), high_t)
+        w = t + 1.0
+    n_steps = tl.where(empty, 0, n_steps)
+    CHECK: tl.constexpr = p_bounds is not None
+    o_w = tl.arange(0, BW)
+    if LOOP:
+        if n_tokens <= BW:
+            # [BW]
+            b_z = tl.load(p_z + o_w, mask=o_w < n_tokens, other=float("-inf"))
+            t, w, rest, enough = _iterate(
+                b_z, p_z, p_active, 0, n_tokens, top, t, w, high_t, high_w, a, beta, n_steps,
+                KIND, MODE, CHECK, False, BT, BW,
+            )  # fmt: skip
+        else:
+            n_active = _active_tiles(p_tile_max, p_active, n_tiles, top, BN)
+            tl.debug_barrier()  # other threads read the list
+            t, w, rest, enough = _iterate(
+                tl.zeros((1,), tl.float32), p_z, p_active, n_active, n_tokens, top, t, w, high_t, high_w, a, beta,
+                n_steps, KIND, MODE, CHECK, True, BT, _LOOP_TOKENS,
+            )  # fmt: skip
+    else:
+        b_z = tl.load(p_z + o_w, mask=o_w < n_tokens, other=float("-inf"))
+        t, w, rest, enough = _iterate(
+            b_z, p_z, p_active, 0, n_tokens, top, t, w, high_t, high_w, a, beta, n_steps,
+            KIND, MODE, CHECK, False, BT, BW,
+        )  # fmt: skip
+    tau = tl.where(empty, float("-inf"), top + (t + rest))
+    tl.store(p_state, top)
+    tl.store(p_state + 1, tl.where(empty, float("inf"), t))
+    tl.store(p_state + 2, tl.where(empty, float("inf"), w))
+    tl.store(p_state + 3, tl.where(empty, 0.0, rest))
+    tl.store(p_tau, tau)
+    if p_bounds is not None:
+        exact = _is_exact(p_bounds, s_bound, first, last, p_pages, n_pages, tau, a, PAGE, _PAGES)
+        tl.store(p_certified, (empty | (enough & exact)).to(tl.int8))
+
+
+@triton.jit
+def solve_head(
+    p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, p_certified, p_pages, p_seq_lens, p_a,
+    i_b, i_hq, i_list, n_pages, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos, a, beta, n_steps,
+    H: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr, MODE: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr,
+    BW: tl.constexpr, LOOP: tl.constexpr, BN: tl.constexpr, FINEST: tl.constexpr,
+):  # fmt: skip
+    """Threshold of query head `i_hq` of row `i_b`, from the scores stored."""
+    i_line = i_b * (H * G) + i_hq
+    if p_a is not None:
+        a = tl.load(p_a + i_hq)
+        beta = 1.0 / a
+    last = bos
+    if p_bounds is not None:
+        p_bounds += (i_b * H + i_hq // G) * s_bound_row + (i_hq % G) * s_bound_lane
+        p_certified += i_line
+        last = tl.minimum(tl.cdiv(tl.load(p_seq_lens + i_b), PAGE), W) - eos
+    if p_estimate is not None:
+        p_estimate += i_line
+    if p_active is not None:
+        p_active += i_line * (s_z // FINEST)
+    _solve(
+        p_z + i_line * s_z, p_tile_max + i_line * (s_z // FINEST), p_active, p_state + i_line * STATE, p_tau + i_line,
+        p_estimate, p_bounds, s_bound_page, p_certified, p_pages + i_list * M, n_pages, bos, last,
+        a, beta, n_steps, KIND, MODE, PAGE, BT, BW, LOOP, BN,
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+"""Entmax attention compiled for three generations of GPU, on a machine without one: no spills.
+
+Interpreting and compiling cannot share a process: run this folder by itself.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from flowlib.kernels import entmax
+from flowlib.runtime import interpreter
+from flowlib.testing.compile_only import SHARED_MEMORY_LIMIT, compile_only, report
+
+pytestmark = pytest.mark.skipif(
+    interpreter.requested() or interpreter.active(), reason="TRITON_INTERPRET is set: compile in a process of its own"
+)
+TARGETS = ["sm_80", "sm_90", "sm_100"]
+BS, WIDTH, SLOTS = 2, 512, 4096
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 8
+    group: int = 4
+    dim: int = 128
+    v_dim: int = 128
+    page: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype = torch.bfloat16
+    splits: int = 4
+    per_head: bool = True
+    alibi: bool = False
+    alpha: float = 1.5
+    selected: int = 130
+    mode: str = "exact"
+    bounds: bool = True
+    alphas: bool = False
+
+    def __str__(self) -> str:
+        changed = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Shape, name)]
+        return " ".join(changed).replace("torch.", "") or "default"
+
+
+SHAPES = [
+    Shape(),
+    Shape(dim=64, v_dim=64, alpha=2.0, alibi=True, splits=1, bounds=False),
+    Shape(group=8, page=1, per_head=False, alpha=1.25, selected=8192),
+    Shape(group=3, dim=96, v_dim=96, page=64, selected=2048),
+    Shape(kv_dtype=FP8, alpha=2.0, mode="corrected"),
+    Shape(dim=64, v_dim=64, dtype=torch.float32, kv_dtype=torch.float32, alpha=1.75, alphas=True),
+    Shape(group=1, selected=65536, page=16, mode="fixed"),
+    Shape(per_head=False, dtype=torch.float16, kv_dtype=torch.float16, alpha=1.01, alphas=True, selected=1024),
+]
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def launch(shape: Shape) -> None:
+    heads, lists, int32 = shape.heads * shape.group, shape.heads * (shape.group if shape.per_head else 1), torch.int32
+    scratch = {
+        name: zeros(BS, *size, dtype=getattr(torch, dtype))
+        for name, (size, dtype) in entmax.workspace(heads, shape.selected, shape.page).items()
+    }
+    if shape.splits > 1:
+        scratch["partial_o"] = zeros(BS, heads, shape.splits, shape.v_dim)
+        scratch["partial_mass"] = zeros(BS, heads, shape.splits)
+    pages = zeros(BS, lists, shape.selected, dtype=int32)
+    entmax.launch_entmax(
+        zeros(BS, heads, shape.dim, dtype=shape.dtype), zeros(SLOTS, shape.heads, shape.dim, dtype=shape.kv_dtype),
+        zeros(SLOTS, shape.heads, shape.v_dim, dtype=shape.kv_dtype), zeros(BS, WIDTH, dtype=int32),
+        zeros(BS, dtype=int32), pages, zeros(BS, lists, dtype=int32), zeros(BS, heads, shape.v_dim, dtype=shape.dtype),
+        zeros(BS, heads), zeros(BS, heads), **scratch, arrived=zeros(BS * heads, dtype=int32),
+        num_kv_heads=shape.heads, group_size=shape.group, lanes=shape.group if shape.per_head else 1,
+        page_size=shape.page, scale=shape.dim**-0.5, k_scale=1.0, v_scale=1.0, alpha=shape.alpha, mode=shape.mode,
+        steps=3, estimate=None if shape.mode == "exact" else zeros(BS, heads),
+        a_of_head=zeros(heads) if shape.alphas else None,
+        bounds=zeros(BS * shape.heads, shape.group, WIDTH) if shape.bounds else None,
+        certified=zeros(BS, heads, dtype=torch.int8) if shape.bounds else None,
+        alibi_slopes=zeros(heads) if shape.alibi else None, num_splits=shape.splits, physical=pages,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_entmax(shape, target):
+    if shape.kv_dtype == FP8 and target == "sm_80":
+        pytest.skip("e4m3 conversions exist from sm_89 on")
+    with compile_only(target) as kernels:
+        launch(shape)
+    print("\n" + "\n".join(report(kernels)))
+    shared = not shape.per_head and shape.group > 1
+    assert [kernel.name for kernel in kernels] == [
+        "score_kernel", *(["threshold_kernel"] if shared else []), "value_kernel"
+    ]  # fmt: skip
+    for kernel in kernels:
+        assert 0 < kernel.registers <= 255
+        assert kernel.spills == 0, kernel
+        assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT[target], kernel
+        assert kernel.matrix_ops or kernel.name == "threshold_kernel" or shape.dtype == torch.float32

@@ -1,0 +1,42 @@
+"""The suite of entmax attention over page lists, interpreted; see tests/suites/entmax_kernels.py."""
+
+import mmap
+from dataclasses import replace
+
+import torch
+
+from flowlib.kernels import entmax
+from tests.suites.entmax_kernels import (
+    Case,
+    check,
+    make,
+    run,
+    test_a_fixed_threshold_is_taken_as_it_is,  # noqa: F401
+    test_a_page_of_nan_shows,  # noqa: F401
+    test_an_estimate_is_corrected,  # noqa: F401
+    test_attends_to_exactly_the_listed_tokens,  # noqa: F401
+    test_certificates,  # noqa: F401
+    test_each_head_has_its_own_alpha,  # noqa: F401
+    test_rows_that_are_hard_to_solve,  # noqa: F401
+    test_splits_do_not_change_the_threshold,  # noqa: F401
+    test_strides_of_queries_and_pool_are_free,  # noqa: F401
+    test_values_are_read_where_there_is_mass_only,  # noqa: F401
+)
+
+
+def test_slots_beyond_two_to_the_31_elements():
+    case = Case(heads=1, group=2, dtype=torch.bfloat16, width=3)
+    problem = make(case)
+    stride, far = 1 << 22, 608  # the far slots' offset is 2.5e9 elements; untouched memory costs nothing
+    pool = torch.frombuffer(mmap.mmap(-1, (far + 256) * stride * 2), dtype=torch.bfloat16)
+    k, v = (pool.as_strided((far + problem.k.shape[0], 1, 64), (stride, 64, 1), start) for start in (0, 64))
+    k[far:], v[far:] = problem.k, problem.v
+    moved = replace(problem, k=k, v=v, table=problem.table + far // case.page)
+    check(moved, run(moved, "cpu"))
+
+
+def test_scratch_of_a_row():
+    assert entmax.capacity(130, 16) == 2176
+    small, large = entmax.workspace(6, 130, 16), entmax.workspace(6, 65536, 1)
+    assert small == {"z": ((6, 2176), "float32"), "tile_max": ((6, 136), "float32"), "state": ((6, 4), "float32")}
+    assert large["active"] == ((6, 4096), "int32")
