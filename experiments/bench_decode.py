@@ -259,7 +259,9 @@ def _told(settings: Settings) -> dict[str, object]:
 
 def main(
     shape: Annotated[str, typer.Option(help="Batch x context, comma separated: 16x32k, 1x2048, 16xragged.")] = "",
-    flow: Annotated[list[str] | None, typer.Option(help='A flow, name+fp8, or name:{"option": value}; may be repeated.')] = None,
+    flow: Annotated[
+        list[str] | None, typer.Option(help='A flow, name+fp8, or name:{"option": value}; may be repeated.')
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Three shapes, short timing: under a minute.")] = False,
     also: Annotated[
         bool, typer.Option("--also", help="Also a ragged batch, other groups, head and page sizes.")

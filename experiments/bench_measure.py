@@ -142,7 +142,7 @@ def measure_flow(
         times = -(-_LAUNCHES // len(stores))
         calls = [_bound(call, store) for _ in range(times) for store in stores]
         stages[name] = replay([capture(calls, pool)], len(calls), seconds)
-    step = _whole_step(plan, problem, stores[: turn.step], out, pool, seconds)
+    step = measure_step(plan, problem, stores[: turn.step], seconds, out, pool)
     attended = out.lengths.tolist()
     lengths = problem.workload.lengths
     moved = count_bytes(plan, lengths, attended, layers=LAYERS)
@@ -157,19 +157,23 @@ def measure_flow(
     )  # fmt: skip
 
 
-def _whole_step(
+def measure_step(
     plan: flowlib.Plan,
     problem: Problem,
     stores: Sequence[flowlib.KVStore],
-    out: StepOutput,
-    pool: object,
     seconds: float,
+    out: StepOutput | None = None,
+    pool: object = None,
 ) -> Timed:
-    """Steps of LAYERS layers as serving captures them: planning once, then update, score, select, attend per layer."""
+    """A layer's share of steps of LAYERS layers: planning once, then update with scoring, select and attend per layer.
+
+    `stores` take turns; `out` and the graphs' memory `pool` are made where not given.
+    """
+    out = out or plan.allocate(problem.batch.size, problem.batch.width, problem.q.device)
+    pool = pool or torch.cuda.graph_pool_handle()
 
     def layer(store: flowlib.KVStore) -> None:
-        plan.update(store, problem.loc, impl="triton")
-        plan.launch(problem.q, store, problem.batch, out)
+        plan.launch(problem.q, store, problem.batch, out, problem.loc)
 
     graphs = []
     for start in range(0, max(len(stores), LAYERS), LAYERS):

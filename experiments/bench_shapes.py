@@ -16,7 +16,8 @@ SHAPES = ("16x32k", "16x128k", "64x32k", "1x128k", "16x8k", "16x2048", "1x2048",
 QUICK_SHAPES = ("16x32k", "1x128k", "16x2048")
 FLOAT8 = "+fp8"
 """What ends the name of a flow whose summaries are float8."""
-FLOWS = tuple(f"{name}{end}" for name in ("gqa_quest_sparse_attention", "block_sparse_attention") for end in ("", FLOAT8))
+_NAMES = ("gqa_quest_sparse_attention", "block_sparse_attention")
+FLOWS = tuple(name + end for name in _NAMES for end in ("", FLOAT8))
 RAGGED = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Contexts of a ragged batch in units of 1,024 tokens, taken in turn."""
 VARIANTS: tuple[tuple[str, dict[str, int]], ...] = (

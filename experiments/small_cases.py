@@ -3,9 +3,9 @@
     compute-sanitizer --tool memcheck python experiments/small_cases.py
     compute-sanitizer --tool racecheck python experiments/small_cases.py --flow quest --flow block_sparse
 
-Every registered flow (softmax) writes a pool, updates its fields, and steps once in Triton over rows of odd lengths whose
-pages are scattered, a row of one token and an empty one among them; rows wider than registers hold are selected, too.
-Results are compared with the reference, so that a run says that the kernels ran.
+Every registered flow writes a pool, updates its fields, and steps once in Triton over rows of odd lengths whose pages
+are scattered, a row of one token and an empty one among them; rows wider than registers hold are selected, too. Results
+are compared with the reference, so that a run says that the kernels ran.
 """
 
 from __future__ import annotations

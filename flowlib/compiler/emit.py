@@ -16,8 +16,8 @@ from flowlib.ops.matmul import GeMM
 from flowlib.ops.state import Load
 
 TILE_ELEMENTS = 8192
-"""Elements of the largest block in a kernel: what four warps hold in registers without spilling. Fields that go straight
-to tensor cores count half."""
+"""Elements of the largest block in a kernel: what four warps hold in registers without spilling. Fields that go
+straight to tensor cores count half."""
 MAX_TILE_PAGES = 128
 
 HEADER = '''\
@@ -34,9 +34,12 @@ import triton.language as tl
 
 
 def emit(stages: Sequence[Stage], spec: Spec, title: str) -> str:
-    """The module's text: a kernel for each tile stage, in the order they run."""
+    """The module's text: a kernel for each tile stage, in the order they run, and the joined one if there is one."""
     imports = {"flowlib.kernels.pdl": {"begin"}}
     kernels = [emit_stage(stage, spec, imports) for stage in stages if isinstance(stage, TileStage)]
+    pair = joined_stages(stages)
+    if pair:
+        kernels.append(emit_joined(*pair, spec, imports))
     head = HEADER.format(
         title=title,
         page_size=spec.page_size,
@@ -51,6 +54,47 @@ def emit(stages: Sequence[Stage], spec: Spec, title: str) -> str:
 def emit_stage(stage: TileStage, spec: Spec, imports: dict[str, set[str]]) -> str:
     """The text of one kernel; what it calls is added to `imports`, names by module."""
     writer = KernelWriter(stage.name, spec, tile_pages(stage), imports)
+    writer.line("begin(PDL)")
+    if stage.on_write:
+        writer.line("i_t = tl.program_id(0)")
+        writer.line("i_h = tl.program_id(1).to(tl.int64)")
+    _write_stage(writer, stage)
+    return writer.text()
+
+
+def joined_stages(stages: Sequence[Stage]) -> tuple[TileStage, TileStage] | None:
+    """The first stage of a step and `update`, if one kernel can run both: a page that a step's token finishes is the
+    last one of its row, which no stage of that step reads."""
+    tiles = [s for s in stages if isinstance(s, TileStage)]
+    update = next((s for s in tiles if s.on_write), None)
+    first = next((s for s in stages if not getattr(s, "on_write", False)), None)
+    saves = any(o.kind == "field" for s in tiles if not s.on_write for o in s.outputs)
+    if update is None or not isinstance(first, TileStage) or saves or _largest(update) > TILE_ELEMENTS:
+        return None
+    return first, update
+
+
+def joined_name(stages: Sequence[Stage]) -> str:
+    """The name of the kernel of both; empty if there is none."""
+    pair = joined_stages(stages)
+    return f"{pair[0].name}_and_{pair[1].name}" if pair else ""
+
+
+def emit_joined(first: TileStage, update: TileStage, spec: Spec, imports: dict[str, set[str]]) -> str:
+    """The text of the kernel that runs a step's first stage and, in more programs, `update`."""
+    rows = KernelWriter(first.name, spec, tile_pages(first), imports)
+    _write_stage(rows, first)
+    tokens = KernelWriter(update.name, spec, 1, imports)
+    _write_stage(tokens, update)
+    head = [
+        "i_t = tl.program_id(0) - n_rows",
+        f"for i_head in tl.range(tl.program_id(1), {spec.num_kv_heads}, tl.num_programs(1)):",
+        "    i_h = tl.cast(i_head, tl.int64)",
+    ]
+    return rows.joined(f"{first.name}_and_{update.name}", tokens, head)
+
+
+def _write_stage(writer: KernelWriter, stage: TileStage) -> None:
     if stage.on_write:
         _write_prologue(writer)
     elif all(output.kind == "rows" for output in stage.outputs):
@@ -69,7 +113,6 @@ def emit_stage(stage: TileStage, spec: Spec, imports: dict[str, set[str]]) -> st
         writer.line("tl.debug_barrier()  # another warp may still read what this one stores")
     for output in stage.outputs:
         store_output(writer, output, blocks[id(output.node)])
-    return writer.text()
 
 
 def leaf_names(stage: TileStage) -> list[str]:
@@ -100,10 +143,10 @@ def _factors(nodes: Sequence[Node]) -> set[int]:
 
 
 def num_warps(stage: TileStage) -> int:
-    """Warps of a stage's kernel: four, and one per 2,048 elements of a written page, 1 to 8."""
+    """Warps of a stage's kernel: four, and one per 2,048 elements of a written page, 1 to 16."""
     if not stage.on_write:
         return 4
-    return max(1, min(8, next_power_of_2(_largest(stage) // 2048 or 1)))
+    return max(1, min(16, next_power_of_2(_largest(stage) // 2048 or 1)))
 
 
 def _largest(stage: TileStage, without: Collection[int] = ()) -> int:
@@ -124,16 +167,12 @@ def _write_prologue(w: KernelWriter) -> None:
     size = w.spec.page_size
     w.parameter("p_loc")
     w.has_page_axis = False
-    w.line("begin(PDL)")
-    w.line("i_t = tl.program_id(0)")
-    w.line("i_h = tl.program_id(1).to(tl.int64)")
     w.line("slot = tl.load(p_loc + i_t).to(tl.int64)")
-    w.line(f"if (slot < 0) | (slot % {size} != {size - 1}):", "return")
+    w.guard(f"(slot >= 0) & (slot % {size} == {size - 1})" if size > 1 else "slot >= 0")
     w.line(f"i_page = slot // {size}")
 
 
 def _row_index(w: KernelWriter) -> None:
-    w.line("begin(PDL)")
     w.line("i_r = tl.program_id(0).to(tl.int64)")
     w.line(f"i_b = i_r // {w.spec.num_kv_heads}")
     w.line(f"i_h = i_r % {w.spec.num_kv_heads}")
@@ -142,12 +181,14 @@ def _row_index(w: KernelWriter) -> None:
 def _row_prologue(w: KernelWriter) -> None:
     spec, tile = w.spec, w.tile
     w.parameter("p_page_table", "p_seq_lens")
-    w.parameter("s_page_table", "width", varying=True)
+    w.parameter("s_page_table", "width", "full_pages", "dense_below", varying=True)
     _row_index(w)
-    tokens, size = "tl.load(p_seq_lens + i_b).to(tl.int64)", spec.page_size
-    w.line(f"n_pages = {tokens}" if size == 1 else f"n_pages = ({tokens} + {size - 1}) // {size}")
+    size = spec.page_size
+    w.line("seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)")
+    w.line("n_pages = seq_len" if size == 1 else f"n_pages = (seq_len + {size - 1}) // {size}")
     w.line(f"i_end = tl.minimum(n_pages, width) - {spec.eos}")
-    w.line(f"if tl.program_id(1) * {tile} >= i_end:", "return")
+    w.line("in_full = (n_pages <= full_pages) | (seq_len <= dense_below)")
+    w.guard(f"(tl.program_id(1) * {tile} < i_end) & ~in_full")
     span = f"tl.program_id(1) * {tile}, i_end, tl.num_programs(1) * {tile}"
     w.loop("i_p", f"for i_p in tl.range({span}, num_stages={{stages}}):")
     w.line(f"o_p = i_p + tl.arange(0, {tile})")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowlib.core.graph import Node
-from flowlib.core.op import SegmentOp, SelectOp
+from flowlib.core.op import LEAF, Op, SegmentOp, SelectOp
+from flowlib.core.spec import Spec
 from flowlib.core.trace import Traced
 
 
@@ -103,6 +106,34 @@ class Program:
         return next(s for s in self.stages if isinstance(s, SelectStage))
 
     @property
+    def covers(self) -> bool:
+        """Whether a row within the budget gets all its pages whatever its scores are, so that it need not be scored.
+
+        No state is kept, and what the flow computes of finite keys and queries is finite: a score of -inf or NaN, which
+        keeps a page out even where the budget has room, comes of nothing the flow means.
+        """
+        graphs = (self.traced.cache, self.traced.indexer)
+        ops = [node.op for graph in graphs for node in graph.nodes() if node is not self.traced.indexer.selection]
+        plain = all(op is LEAF or (op.finite and all(map(math.isfinite, _numbers(op)))) for op in ops)
+        return not self.traced.indexer.stores and plain
+
+    def full_pages(self, spec: Spec) -> int:
+        """Rows of at most so many pages are attended in full for being within the budget."""
+        if not self.covers:
+            return 0
+        low, high = 0, spec.max_pages
+        while low < high:  # what the budget leaves out grows with the row
+            middle = (low + high + 1) // 2
+            covered = middle - spec.bos - spec.eos <= self.selection.op.budget(spec, middle)
+            low, high = (middle, high) if covered else (low, middle - 1)
+        return low
+
+    @property
     def step_stages(self) -> tuple[TileStage | SegmentStage, ...]:
         """The stages between the query and the selection."""
         return tuple(s for s in self.stages if not isinstance(s, SelectStage) and not getattr(s, "on_write", False))
+
+
+def _numbers(op: Op) -> Iterator[float]:
+    for value in op.parameters().values():
+        yield from (x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float))

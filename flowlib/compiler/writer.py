@@ -10,7 +10,7 @@ from flowlib.core.formats import FORMAT
 from flowlib.core.op import FLOAT8, Block, Inner, literal
 from flowlib.core.spec import Spec
 
-PROLOGUE = ("i_t", "i_r", "i_b", "i_h", "i_p", "o_p", "m_p", "i_end", "n_pages", "slot")
+PROLOGUE = ("i_t", "i_r", "i_b", "i_h", "i_p", "o_p", "m_p", "i_end", "n_pages", "seq_len", "in_full", "slot")
 """Variables that a kernel's first lines assign; a field may have any name."""
 _STAGES = 2  # of loads that feed a dot product; with more, fewer programs fit on a multiprocessor
 Address = tuple[str, list[str]]
@@ -55,6 +55,7 @@ class KernelWriter:
         self._loop: list[str] = []
         self._loop_head = ""
         self._dependent: set[str] = set()
+        self._guard: tuple[int, str] | None = None
         self._comments: list[str] = []
 
     # -- what ops may ask (Emitter)
@@ -142,8 +143,12 @@ class KernelWriter:
         self._loop_head = head
         self._dependent.add(variable)
 
-    def line(self, text: str, body: str = "") -> None:
-        """Adds a line, with an indented one below it if `body` is given."""
+    def guard(self, condition: str) -> None:
+        """What follows runs only where `condition` holds."""
+        self._guard = len(self._lines), condition
+
+    def line(self, text: str) -> None:
+        """Adds a line."""
         if text.startswith("#"):
             self._comments.append(text)
             return
@@ -154,8 +159,6 @@ class KernelWriter:
         lines = self._loop if inner else self._lines
         lines += [*self._comments, text]
         self._comments = []
-        if body:
-            lines.append(f"    {body}")
 
     def offset(self, size: int) -> str:
         """The variable that holds ``arange`` over the padded axis of `size`."""
@@ -167,23 +170,31 @@ class KernelWriter:
 
     def text(self) -> str:
         """The function's source."""
-        varying = ", ".join(f'"{p}"' for p in self._parameters if p in self._varying)
-        decorator = f"@triton.jit(do_not_specialize=[{varying}])" if varying else "@triton.jit"
-        pointers = [p for p in self._parameters if p.startswith(("p_", "f_", "w_"))]
-        numbers = [p for p in self._parameters if p not in pointers]
-        head = [
-            decorator,
-            f"def {self.name}(",
-            *(f"    {p}," for p in pointers + numbers),
-            "    PDL: tl.constexpr,",
-            "):",
-        ]
-        body = list(self._lines)
+        return function_text(self.name, self._parameters, self._varying, self.body())
+
+    def body(self) -> list[str]:
+        """The function's lines."""
+        lines = list(self._lines)
         if self._loop_head:
             saves = any(line.startswith("tl.debug_barrier") for line in self._loop)
             stages = _STAGES if not saves and any("tl.dot(" in line for line in self._loop) else 1
-            body += [self._loop_head.format(stages=stages), *(f"    {line}" for line in self._loop)]
-        return "\n".join([*head, *(f"    {line}" for line in body)]) + "\n"
+            lines += [self._loop_head.format(stages=stages), *indented(self._loop)]
+        if self._guard:
+            count, condition = self._guard
+            lines = [*lines[:count], f"if {condition}:", *indented(lines[count:])]
+        return lines
+
+    def joined(self, name: str, other: KernelWriter, other_head: list[str]) -> str:
+        """The source of a function whose first programs run this body, and the others, from program ``n_rows`` on,
+        `other_head` and then the body of `other` under it."""
+        lines = other.body()
+        assigned = {t for line in lines if " = " in line for t in line.strip().partition(" = ")[0].split(", ")}
+        own = re.compile(rf"\b({'|'.join(sorted(assigned | set(PROLOGUE)))})\b")
+        lines = [*other_head, *indented(lines)]
+        lines = [own.sub(r"u_\1", line) for line in lines]  # Triton wants one type for a name that both sides assign
+        body = ["begin(PDL)", "if tl.program_id(0) < n_rows:", *indented(self.body()), "else:", *indented(lines)]
+        parameters = list(dict.fromkeys([*self._parameters, *other._parameters, "n_rows"]))
+        return function_text(name, parameters, self._varying | other._varying | {"n_rows"}, body)
 
     # -- addresses: (pointer, offset of shape [pages or 1, r', c'])
 
@@ -335,6 +346,21 @@ class KernelWriter:
             variable = f"{wanted}_{count}"
         self._names.add(variable)
         return variable
+
+
+def indented(lines: list[str]) -> list[str]:
+    """The lines, one level deeper."""
+    return [f"    {line}" for line in lines]
+
+
+def function_text(name: str, parameters: list[str], varying: set[str], body: list[str]) -> str:
+    """The source of a kernel; Triton compiles none per value of a varying number."""
+    numbers = ", ".join(f'"{p}"' for p in parameters if p in varying)
+    decorator = f"@triton.jit(do_not_specialize=[{numbers}])" if numbers else "@triton.jit"
+    pointers = [p for p in parameters if p.startswith(("p_", "f_", "w_"))]
+    signature = [f"    {p}," for p in [*pointers, *(p for p in parameters if p not in pointers)]]
+    head = [decorator, f"def {name}(", *signature, "    PDL: tl.constexpr,", "):"]
+    return "\n".join([*head, *indented(body)]) + "\n"
 
 
 def _expand(axis: int) -> str:

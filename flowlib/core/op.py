@@ -72,8 +72,8 @@ class Emitter(Protocol):
         ...
 
     def same(self, expression: str, x: Block) -> Block:
-        """Assigns an elementwise expression of `x` that is exact in the dtype of `x`, keeps 0 where it is 0 and means the
-        same in any unit."""
+        """Assigns an elementwise expression of `x` that is exact in the dtype of `x`, keeps 0 where it is 0 and means
+        the same in any unit."""
         ...
 
     def constant(self, value: float, shape: Inner) -> Block:
@@ -117,6 +117,8 @@ class Op:
     """Whether it may be called without ``o`` and then gives a selection for Union."""
     shaped_like_output: ClassVar[bool] = False
     """Whether its result has the inner sizes of its output."""
+    finite: ClassVar[bool] = False
+    """Whether finite inputs give finite results, short of overflow: no score of finite fields is -inf or NaN then."""
     saves: ClassVar[bool] = False
     """Whether its output on the indexer side is a field."""
 

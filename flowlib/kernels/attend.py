@@ -26,8 +26,9 @@ _LOW_PRECISION = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16}
 
 @triton.jit
 def _merge_part(
-    p_partial_o, p_partial_lse, p_o, b_top, b_norm, m_g, n_splits, START: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr
-):
+    p_partial_o, p_partial_lse, p_o, b_top, b_norm, m_g, n_splits,
+    START: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
     """Some columns of the merged output."""
     o_v = START + tl.arange(0, BV)
     m_v = m_g[:, None] & (o_v < DV)[None, :]
@@ -67,6 +68,15 @@ def _merge(
 
 
 @triton.jit
+def _list_every(p_pages, p_length, n_pages, M):
+    """Write the list of all pages."""
+    for o in tl.range(0, M, 128):
+        o_i = o + tl.arange(0, 128)
+        tl.store(p_pages + o_i, tl.where(o_i < n_pages, o_i, -1), mask=o_i < M)
+    tl.store(p_length, n_pages)
+
+
+@triton.jit
 def attend_kernel(
     p_q, p_k, p_v, p_table, p_seq_lens, p_pages, p_physical, p_lengths, p_slopes, p_o, p_lse,
     p_partial_o, p_partial_lse, p_arrived, qk_scale, v_scale,
@@ -74,8 +84,8 @@ def attend_kernel(
     H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     QK_TYPE: tl.constexpr, PV_TYPE: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
-    SELECTED: tl.constexpr, SPLIT: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, PHYSICAL: tl.constexpr,
-    WHOLE: tl.constexpr, PDL: tl.constexpr,
+    EVERY: tl.constexpr, SELECTED: tl.constexpr, SPLIT: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr,
+    PHYSICAL: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_tiles: tl.constexpr = (HEADS + BH - 1) // BH
     i_list, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
@@ -100,7 +110,13 @@ def attend_kernel(
         b_q1 = tl.load(p_q + o_d1[None, :], mask=m_g[:, None] & (o_d1 < D)[None, :], other=0.0).to(QK_TYPE)
     if SELECTED:  # selection began after what wrote lengths and queries
         begin(PDL)
-    n_pages = tl.maximum(tl.minimum(tl.load(p_lengths + i_list), M), 0)
+    if EVERY:
+        n_pages = tl.maximum(tl.cdiv(seq_len, PAGE), 0)
+        if p_pages is not None:
+            if (i_split == 0) & (i_tile == 0):
+                _list_every(p_pages + i_list * M, p_lengths + i_list, n_pages, M)
+    else:
+        n_pages = tl.maximum(tl.minimum(tl.load(p_lengths + i_list), M), 0)
     per_split = tl.cdiv(tl.cdiv(n_pages * PAGE, BT), n_splits) * BT
     first = i_split * per_split
     last = tl.minimum(first + per_split, n_pages * PAGE)
@@ -120,7 +136,10 @@ def attend_kernel(
         else:  # [BT] pages, of every token
             o_i, o_in = (o + tl.arange(0, BT)) // PAGE, ((o + tl.arange(0, BT)) % PAGE)[:, None]
         m_i = o_i * PAGE < last
-        b_page = tl.load(p_pages + i_list * M + o_i, mask=m_i, other=0)
+        if EVERY:
+            b_page = o_i
+        else:
+            b_page = tl.load(p_pages + i_list * M + o_i, mask=m_i, other=0)
         if PHYSICAL:  # then no load here waits for another one
             b_physical = tl.load(p_physical + i_list * M + o_i, mask=m_i, other=0)
         else:
@@ -206,7 +225,7 @@ def launch_attend(
     q: Any, k: Any, v: Any, page_table: Any, seq_lens: Any, pages: Any, lengths: Any, o: Any, lse: Any,
     partial_o: Any = None, partial_lse: Any = None, arrived: Any = None, *,
     num_kv_heads: int, group_size: int, lanes: int, page_size: int, scale: float, k_scale: float, v_scale: float,
-    alibi_slopes: Any = None, num_splits: int = 1, physical: Any = None, selected: bool = False,
+    alibi_slopes: Any = None, num_splits: int = 1, physical: Any = None, selected: bool = False, every: bool = False,
     pdl: bool = False,
 ) -> None:  # fmt: skip
     """Attend to the tokens of every row's page list.
@@ -224,6 +243,7 @@ def launch_attend(
             split.
         scale: factor of q . k; k_scale, v_scale: what one unit of stored k and v stands for.
         physical: int32 like pages, the physical pages of the lists; None to look them up in the page table.
+        every: attend to all pages of each row: `pages` and `lengths` are written, or None.
         selected: the kernel launched just before is the selection that wrote `pages`, with the same `pdl`.
         pdl: programmatic dependent launch (sm_90 and later).
         alibi_slopes: fp32 ``[H_q]``: adds ``slope * (position - (seq_len - 1))`` to a score.
@@ -236,14 +256,14 @@ def launch_attend(
     qk_type, pv_type = _dot_types(q, k, v)
     itemsize = 4 if tl.float32 in (qk_type, pv_type) else k.element_size()
     block, warps, stages = _tile(d0 + d1 + dv0 + dv1, itemsize)
-    attend_kernel[(lengths.numel() * triton.cdiv(heads, _HEAD_TILE), num_splits)](
+    attend_kernel[(q.shape[0] * num_kv_heads * lanes * triton.cdiv(heads, _HEAD_TILE), num_splits)](
         q, k, v, page_table, seq_lens, pages, physical, lengths, alibi_slopes, o, lse,
         partial_o, partial_lse, arrived, scale * k_scale * 1.4426950408889634, v_scale,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *o.stride()[:2], *lse.stride(),
-        page_table.stride(0), page_table.shape[1], pages.shape[-1],
+        page_table.stride(0), page_table.shape[1], 0 if pages is None else pages.shape[-1],
         H=num_kv_heads, G=group_size, LANES=lanes, PAGE=page_size, D=head_dim, D0=d0, D1=d1, DV=v_head_dim, DV0=dv0,
         DV1=dv1, QK_TYPE=qk_type, PV_TYPE=pv_type, HEADS=heads, BH=_HEAD_TILE, BT=block,
-        SELECTED=selected, SPLIT=num_splits > 1, BG=min(_HEAD_TILE, triton.next_power_of_2(heads)),
+        EVERY=every, SELECTED=selected, SPLIT=num_splits > 1, BG=min(_HEAD_TILE, triton.next_power_of_2(heads)),
         BS=triton.next_power_of_2(num_splits), PHYSICAL=physical is not None, WHOLE=block % page_size == 0,
         num_warps=warps, num_stages=stages, **options(pdl),
     )  # fmt: skip

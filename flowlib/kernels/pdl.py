@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+
 @triton.jit
 def begin(PDL: tl.constexpr):
     """Waits for the kernels before this one. The next one may start as soon as this one's programs end: earlier, its

@@ -1,8 +1,8 @@
 """Page selection: the budget's best scored pages and the reserved pages of every list, ascending. One program a list.
 
-The k-th highest score is found by counting the scores above the middle of two bounds, first as numbers, then as integers
-that order as they do, so the result is exact and the same on every run. Rows of up to ``_REGISTER_WIDTH`` pages stay in
-registers; wider ones are read in each round.
+The k-th highest score is found by counting the scores above values between two bounds, first as numbers, then as
+integers that order as they do, so the result is exact and the same on every run. Rows of up to ``_REGISTER_WIDTH`` pages
+stay in registers; wider ones are read in each round.
 """
 
 from __future__ import annotations
@@ -235,10 +235,10 @@ def _write_best(
     return length
 
 
-@triton.jit(do_not_specialize=["W", "bos", "eos", "top_k", "ratio_q16", "dense_below"])
+@triton.jit(do_not_specialize=["W", "bos", "eos", "top_k", "ratio_q16", "full_pages", "dense_below"])
 def select_kernel(
     p_scores, p_seq_lens, p_table, p_pages, p_physical, p_lengths, s_row, s_lane, s_page, s_table,
-    W, M, bos, eos, top_k, ratio_q16, dense_below,
+    W, M, bos, eos, top_k, ratio_q16, full_pages, dense_below,
     H: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, SCORED: tl.constexpr, PHYSICAL: tl.constexpr,
     VECTORS: tl.constexpr, LOOP: tl.constexpr, BW: tl.constexpr, NARROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -256,7 +256,7 @@ def select_kernel(
     n_pages = tl.maximum(tl.minimum((seq_len + PAGE - 1) // PAGE, W), 0)
     first = bos
     last = n_pages - eos
-    whole = (first >= last) | (seq_len <= dense_below)
+    whole = (first >= last) | (n_pages <= full_pages) | (seq_len <= dense_below)
     length = tl.where(whole, n_pages, tl.minimum(n_pages, bos + eos))
     if SCORED:
         if whole:
@@ -292,7 +292,7 @@ def _num_warps(block: int, loop: bool) -> int:
 def launch_select(
     scores: Any, seq_lens: Any, pages: Any, lengths: Any, *,
     num_kv_heads: int, lanes: int, page_size: int, bos: int, eos: int, top_k: int, ratio_q16: int, dense_below: int,
-    scored: bool, width: int | None = None, page_table: Any = None, physical: Any = None,
+    scored: bool, full_pages: int = 0, width: int | None = None, page_table: Any = None, physical: Any = None,
     pdl: bool = False,
 ) -> None:  # fmt: skip
     """Write the page list of every row (or of every query head of a row).
@@ -304,7 +304,7 @@ def launch_select(
         pages: int32 ``[bs, num_kv_heads * lanes, M]`` contiguous, written: logical pages, ascending, then -1.
         lengths: int32 ``[bs, num_kv_heads * lanes]`` contiguous, written.
         top_k, ratio_q16: the budget is ``max(top_k, S * ratio_q16 >> 16)`` scored pages.
-        dense_below: rows of at most this many tokens get all their pages.
+        full_pages, dense_below: rows of at most so many pages, or tokens, get all their pages, whatever their scores.
         scored: False selects the reserved pages alone.
         width: pages a row can have; ``scores.shape[2]`` where not given, unbounded without scores.
         page_table: int32 ``[bs, width]``, logical to physical pages, and physical: int32 like pages, written with the
@@ -322,7 +322,8 @@ def launch_select(
     strides = scores.stride() if scored else (0, 0, 0)
     select_kernel[(lengths.numel(),)](
         scores if scored else None, seq_lens, page_table, pages, physical, lengths, *strides,
-        0 if page_table is None else page_table.stride(0), width, capacity, bos, eos, top_k, ratio_q16, dense_below,
+        0 if page_table is None else page_table.stride(0), width, capacity, bos, eos, top_k, ratio_q16,
+        full_pages, dense_below,
         H=num_kv_heads, LANES=lanes, PAGE=page_size, SCORED=scored, PHYSICAL=physical is not None,
         VECTORS=scored and _in_vectors(scores), LOOP=loop, BW=block, NARROW=min(block, _NARROW_WIDTH),
         num_warps=_num_warps(block, loop), num_stages=1, **options(pdl),

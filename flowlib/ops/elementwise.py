@@ -23,6 +23,7 @@ class _Binary(TileOp):
 class Multiply(_Binary):
     """x · y."""
 
+    finite: ClassVar[bool] = True
     triton: ClassVar[str] = "{x} * {y}"
 
     def meaning(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -32,6 +33,7 @@ class Multiply(_Binary):
 class Maximum(_Binary):
     """max(x, y); a NaN is ignored where the other is a number."""
 
+    finite: ClassVar[bool] = True
     triton: ClassVar[str] = "tl.maximum({x}, {y})"
 
     def rounding(self, *inputs: str) -> str:
@@ -44,6 +46,7 @@ class Maximum(_Binary):
 class Minimum(_Binary):
     """min(x, y); a NaN is ignored where the other is a number."""
 
+    finite: ClassVar[bool] = True
     triton: ClassVar[str] = "tl.minimum({x}, {y})"
 
     def rounding(self, *inputs: str) -> str:
@@ -55,6 +58,8 @@ class Minimum(_Binary):
 
 class Add(_Binary):
     """alpha · x + beta · y."""
+
+    finite: ClassVar[bool] = True
 
     def __init__(self, alpha: float = 1.0, beta: float = 1.0) -> None:
         self.alpha = number(self, "alpha", alpha)

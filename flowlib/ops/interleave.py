@@ -11,6 +11,7 @@ from flowlib.core.op import Block, Emitter, Inner, TileOp, cache_side, check_inn
 
 
 class _Interleave(TileOp):
+    finite: ClassVar[bool] = True
     joined: ClassVar[str] = ""
     """Triton text that joins two partial results ``{x}`` and ``{y}``."""
     reduction: ClassVar[str] = ""

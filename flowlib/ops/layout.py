@@ -17,6 +17,8 @@ MAX_GATHERED = 256
 class Transpose(TileOp):
     """``[., r, c]`` -> ``[., c, r]``."""
 
+    finite: ClassVar[bool] = True
+
     def infer(self, x: Inner) -> Inner:
         return x[1], x[0]
 
@@ -34,6 +36,8 @@ class Reshape(TileOp):
         first: -1, axis 0 stays as it is.
         r, c: the new inner sizes.
     """
+
+    finite: ClassVar[bool] = True
 
     def __init__(self, first: int, r: int, c: int) -> None:
         if first != -1 or not all(isinstance(n, int) and n >= 1 for n in (r, c)):
@@ -66,6 +70,7 @@ class Kron(TileOp):
         dim: ``(1, 2)``, ``1`` or ``2``.
     """
 
+    finite: ClassVar[bool] = True
     names: ClassVar[tuple[str, ...]] = ("x", "y")
 
     def __init__(self, dim: tuple[int, int] | int = (1, 2)) -> None:
@@ -126,6 +131,8 @@ class Kron(TileOp):
 
 class MaskSlice(TileOp):
     """alpha at positions ``start`` to ``end - 1`` of axis `dim`, beta elsewhere; x gives the inner sizes only."""
+
+    finite: ClassVar[bool] = True
 
     def __init__(self, start: int, end: int, dim: int, alpha: float = 1.0, beta: float = 0.0) -> None:
         self.dim = check_inner_dim(self, dim)

@@ -28,6 +28,7 @@ class GeMM(TileOp):
     sum of three 16-bit parts there; two fp32 operands stay in full fp32.
     """
 
+    finite: ClassVar[bool] = True
     names: ClassVar[tuple[str, ...]] = ("x", "y")
     identity: ClassVar[float] = 0.0
 
@@ -78,7 +79,7 @@ class GeMM(TileOp):
         if raw_y and y.dtype in _NARROW:
             narrow = bool(raw_x) and x.dtype in _NARROW
             parts, unit = self._parts(e, x, y.dtype, 1 if narrow and y.dtype is torch.float16 else _PARTS)
-            text = "tl.dot({}, {})".format(left, self._columns(e, x, parts[-1]))
+            text = f"tl.dot({left}, {self._columns(e, x, parts[-1])})"
             for part in reversed(parts[:-1]):
                 text = f"tl.dot({left}, {self._columns(e, x, part)}, {text})"
             return f"tl.reshape({text}, {shape}){_times(unit, y.unit)}"

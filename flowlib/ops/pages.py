@@ -21,6 +21,7 @@ class PageReduction(SegmentOp):
     What ``Sum(dim=0)`` and its kind are. A row without a scored page gives the identity (0 for the mean).
     """
 
+    finite: ClassVar[bool] = True
     kernel: ClassVar[str] = "flowlib.kernels.pages:launch_reduce"
 
     def __init__(self, reduction: str) -> None:
@@ -106,6 +107,7 @@ class Conv1d(_Pages):
         dtype, device: of no effect; the language's first version has them.
     """
 
+    finite: ClassVar[bool] = True
     kernel: ClassVar[str] = "flowlib.kernels.pages:launch_conv1d"
     aliasable: ClassVar[bool] = False
 

@@ -12,6 +12,7 @@ from flowlib.ops.pages import PageReduction
 
 
 class _Reduction(TileOp):
+    finite: ClassVar[bool] = True
     identity: ClassVar[float] = 0.0
     """What padded lanes of the reduced axis must hold."""
     ignores_nan: ClassVar[bool] = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from flowlib.core.op import Block, Emitter, Inner, TileOp
@@ -9,6 +11,8 @@ from flowlib.core.op import Block, Emitter, Inner, TileOp
 
 class PositivePart(TileOp):
     """max(x, 0)."""
+
+    finite: ClassVar[bool] = True
 
     def infer(self, x: Inner) -> Inner:
         return x
@@ -22,6 +26,8 @@ class PositivePart(TileOp):
 
 class NegativePart(TileOp):
     """min(x, 0)."""
+
+    finite: ClassVar[bool] = True
 
     def infer(self, x: Inner) -> Inner:
         return x

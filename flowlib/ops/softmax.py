@@ -22,6 +22,7 @@ class Softmax(SegmentOp):
         scale: factor of x; ``None`` means the spec's attention scale.
     """
 
+    finite: ClassVar[bool] = True
     identity: ClassVar[float] = float("-inf")
     kernel: ClassVar[str] = "flowlib.kernels.segment:launch_softmax"
     in_place: ClassVar[bool] = True

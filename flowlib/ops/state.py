@@ -15,6 +15,8 @@ from flowlib.core.op import Block, Emitter, Inner, SourceOp, TileOp, cache_side
 class Load(TileOp):
     """A field as a RAGGED value: PAGED -> RAGGED."""
 
+    finite: ClassVar[bool] = True
+
     def infer(self, x: Inner) -> Inner:
         return x
 
@@ -46,6 +48,7 @@ class Save(TileOp):
 class Fill(SourceOp):
     """alpha in every element of its output field: ``fill(cache["field"], loc=loc, ctx=ctx)``."""
 
+    finite: ClassVar[bool] = True
     shaped_like_output: ClassVar[bool] = True
 
     def __init__(self, alpha: float = 0.0) -> None:
@@ -63,6 +66,8 @@ class Fill(SourceOp):
 
 class PagePosition(SourceOp):
     """The logical index of the page, ``[S, 1, 1]``."""
+
+    finite: ClassVar[bool] = True
 
     def result_format(self, formats: Sequence[FORMAT], side: Side) -> FORMAT:
         if side is Side.CACHE:

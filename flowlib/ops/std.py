@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from flowlib.core.op import Block, Emitter, Inner, TileOp, cache_side, check_inner_dim
@@ -9,6 +11,8 @@ from flowlib.core.op import Block, Emitter, Inner, TileOp, cache_side, check_inn
 
 class Std(TileOp):
     """sqrt(Σ (x − mean)² / n) over axis 1 or 2: the population's, in two passes (E[x²] − mean² would cancel)."""
+
+    finite: ClassVar[bool] = True
 
     def __init__(self, dim: int = 1) -> None:
         self.dim = check_inner_dim(self, dim)

@@ -36,6 +36,7 @@ class _Affine(_Unary):
 class Add_Mul(_Affine):
     """beta · x + alpha."""
 
+    finite: ClassVar[bool] = True
     triton: ClassVar[str] = "{beta} * {x} + {alpha}"
 
     def meaning(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,6 +46,7 @@ class Add_Mul(_Affine):
 class Abs(_Affine):
     """abs(beta · x + alpha)."""
 
+    finite: ClassVar[bool] = True
     triton: ClassVar[str] = "tl.abs({beta} * {x} + {alpha})"
 
     def meaning(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,6 +83,7 @@ class Sqrt(_Unary):
 class Relu(_Unary):
     """x where x ≥ alpha, else beta · x."""
 
+    finite: ClassVar[bool] = True
     triton: ClassVar[str] = "tl.where({x} >= {alpha}, {x}, {beta} * {x})"
 
     def __init__(self, alpha: float = 0.0, beta: float = 0.0) -> None:
@@ -94,6 +97,7 @@ class Relu(_Unary):
 class Sigmoid(_Unary):
     """1 / (1 + exp(beta · x + alpha)); the defaults give the usual sigmoid."""
 
+    finite: ClassVar[bool] = True
     triton: ClassVar[str] = "1.0 / (1.0 + tl.exp({beta} * {x} + {alpha}))"
 
     def __init__(self, alpha: float = 0.0, beta: float = -1.0) -> None:
@@ -116,6 +120,7 @@ class Silu(Sigmoid):
 class Clamp(_Unary):
     """x limited to [lo, hi]; NaN becomes lo."""
 
+    finite: ClassVar[bool] = True
     triton: ClassVar[str] = "tl.minimum(tl.maximum({x}, {lo}), {hi})"
 
     def __init__(self, lo: float, hi: float) -> None:

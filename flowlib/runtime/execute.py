@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flowlib.compiler.emit import num_warps, tile_pages
+from flowlib.compiler.emit import joined_name, num_warps, tile_pages
 from flowlib.compiler.load import load_function, load_source
 from flowlib.compiler.program import SegmentStage, TileStage
 from flowlib.core.float8 import SCALES
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flowlib.runtime.pool import KVStore
 
 Tensors = Mapping[str, torch.Tensor]
-Given = tuple[Tensors, Tensors, Tensors]
+Given = tuple[Tensors, Tensors, Mapping[str, Any]]
 _BESIDE_FIELDS = {"p_field_scales": SCALES, "p_saturated": SATURATED}
 """Parameters of kernels with float8 summaries, and what a store calls them."""
 SELECT = "flowlib.kernels.select:launch_select"
@@ -49,26 +49,35 @@ class TileKernel:
         stage: what it computes.
         source: text of the module it lies in.
         spec: the numbers it was written for.
+        name: of the kernel; the stage's where not given.
     """
 
-    def __init__(self, stage: TileStage, source: str, spec: Spec) -> None:
+    def __init__(self, stage: TileStage, source: str, spec: Spec, name: str = "") -> None:
         self.stage = stage
-        self.kernel = getattr(load_source(source), stage.name)
+        self.kernel = getattr(load_source(source), name or stage.name)
         self.tile = tile_pages(stage)
         self.spec = spec
         self.per_row = all(output.kind == "rows" for output in stage.outputs)
         self.options = {"num_warps": num_warps(stage)}
         self._arguments = [_argument(name) for name in self.kernel.arg_names if name != "PDL"]
 
-    def on_rows(self, tensors: Tensors, batch: Batch, pdl: bool = False, fields: Tensors | None = None) -> None:
-        """Runs it for the scored pages of every row.
+    def on_rows(
+        self, tensors: Tensors, batch: Batch, pdl: bool = False, fields: Tensors | None = None, full_pages: int = 0,
+        loc: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Runs it for the scored pages of every row of more than `full_pages` pages and ``spec.dense_below`` tokens.
 
-        `tensors` are q, K, V and buffers by name, `fields` the fields (``None``: they are among `tensors`).
+        `tensors` are q, K, V and buffers by name, `fields` the fields (``None``: they are among `tensors`). A kernel of
+        two stages takes `loc` for the other one.
         """
-        step = {"page_table": batch.page_table, "seq_lens": batch.seq_lens}
         rows = batch.size * self.spec.num_kv_heads
+        step = {
+            "page_table": batch.page_table, "seq_lens": batch.seq_lens,
+            "full_pages": full_pages, "dense_below": self.spec.dense_below, "loc": loc, "n_rows": rows,
+        }  # fmt: skip
         tiles = 1 if self.per_row else -(-batch.width // self.tile)
-        grid = (rows, max(1, min(tiles, max(-(-_PROGRAMS // rows), -(-tiles // _MAX_TILES)))))
+        sharing = max(1, min(tiles, max(-(-_PROGRAMS // rows), -(-tiles // _MAX_TILES))))
+        grid = (rows + (0 if loc is None else loc.shape[0]), sharing)
         self._launch(grid, (tensors, tensors if fields is None else fields, step), pdl)
 
     def on_written(self, tensors: Tensors, loc: torch.Tensor, pdl: bool = False, fields: Tensors | None = None) -> None:
@@ -89,6 +98,8 @@ def _argument(name: str) -> Callable[[Given], Any]:
         return lambda given: given[1][_BESIDE_FIELDS[name]]
     if name in ("p_page_table", "p_seq_lens", "p_loc"):
         return lambda given: given[2][name[2:]]
+    if name in ("full_pages", "dense_below", "n_rows"):
+        return lambda given: given[2][name]
     if name == "width":
         return lambda given: given[2]["page_table"].shape[1]
     if name == "s_page_table":
@@ -108,8 +119,11 @@ class Executor:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.full_pages = plan.full_pages
         program, spec = plan.program, plan.spec
         self.tiles = {s.name: TileKernel(s, program.source, spec) for s in program.stages if isinstance(s, TileStage)}
+        name = joined_name(program.stages)
+        self.joined = TileKernel(program.step_stages[0], program.source, spec, name) if name else None
         self.segments = {s.name: load_function(s.op.kernel) for s in program.stages if isinstance(s, SegmentStage)}
         self.select = load_function(SELECT)
         self.attend = load_function(plan.attention_kernel)
@@ -120,14 +134,18 @@ class Executor:
             kernel = self.tiles[self.plan.program.update.name]
             kernel.on_written(store.given, loc, has_pdl(store.device), store.operands)
 
-    def choose(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
-        """Scores and page lists."""
+    def choose(
+        self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput, loc: torch.Tensor | None = None
+    ) -> None:
+        """Scores and page lists; with `loc`, which needs :attr:`joined`, the fields of the pages it finishes, too."""
         spec, selection = self.plan.spec, self.plan.program.selection
         tensors = {**out.workspace, **store.given, "q": q}
         pdl = has_pdl(store.device)
-        for stage in self.plan.program.step_stages:
-            if isinstance(stage, TileStage):
-                self.tiles[stage.name].on_rows(tensors, batch, pdl, store.operands)
+        for i, stage in enumerate(self.plan.program.step_stages):
+            if i == 0 and loc is not None and self.joined is not None:
+                self.joined.on_rows(tensors, batch, pdl, store.operands, self.full_pages, loc)
+            elif isinstance(stage, TileStage):
+                self.tiles[stage.name].on_rows(tensors, batch, pdl, store.operands, self.full_pages)
             else:
                 self._segment(stage, out, batch, pdl)
         top_k, ratio = selection.op.limits(spec)
@@ -135,7 +153,7 @@ class Executor:
         self.select(
             scores, batch.seq_lens, out.pages, out.lengths, num_kv_heads=spec.num_kv_heads, lanes=selection.lanes,
             page_size=spec.page_size, bos=spec.bos, eos=spec.eos, top_k=top_k, ratio_q16=ratio,
-            dense_below=spec.dense_below,
+            full_pages=self.full_pages, dense_below=spec.dense_below,
             scored=scores is not None, width=batch.width, page_table=batch.page_table,
             physical=out.workspace["physical"], pdl=pdl,
         )  # fmt: skip
@@ -155,16 +173,51 @@ class Executor:
             return target.flatten(1, 2)
         return target.view(target.shape[0] * self.plan.spec.num_kv_heads, -1)
 
-    def attend_lists(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
-        """Attention over the page lists in `out`."""
+    def step(
+        self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput, loc: torch.Tensor | None = None
+    ) -> None:
+        """Scores, page lists and attention; attention alone where the page table has room for short rows only.
+
+        `loc` are the slots of the rows' own tokens, whose pages' fields are updated.
+        """
+        spec = self.plan.spec
+        short = batch.width <= self.full_pages or batch.width * spec.page_size <= spec.dense_below
+        if loc is not None and (short or self.joined is None or batch.multi_token):
+            self.update(store, loc)
+            loc = None
+        if short:
+            self.attend_lists(q, store, batch, out, every=True)
+        else:
+            self.choose(q, store, batch, out, loc)
+            self.attend_lists(q, store, batch, out, selected=True)
+
+    def attend_lists(
+        self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput, selected: bool = False,
+        every: bool = False,
+    ) -> None:  # fmt: skip
+        """Attention over the page lists in `out`; with `every` over all pages, which the lists then say.
+
+        `selected` says that the selection has just been launched.
+        """
+        lanes = out.pages.shape[1] // self.plan.spec.num_kv_heads
+        physical = None if every else out.workspace["physical"]
+        self._attend(q, store, batch, out, lanes, out.pages, physical=physical, selected=selected, every=every)
+
+    def attend_all(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
+        """Attention over all pages; no lists are written."""
+        self._attend(q, store, batch, out, 1, None, every=True)
+
+    def _attend(
+        self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput, lanes: int, pages: torch.Tensor | None,
+        **how: Any,
+    ) -> None:  # fmt: skip
         spec = self.plan.spec
         self.attend(
-            q, store.k, store.v, batch.page_table, batch.seq_lens, out.pages, out.lengths, out.o, out.lse,
-            *_partials(out), out.arrived, num_kv_heads=spec.num_kv_heads,
-            group_size=spec.group_size, lanes=out.pages.shape[1] // spec.num_kv_heads, page_size=spec.page_size,
-            scale=spec.softmax_scale, k_scale=spec.k_scale, v_scale=spec.v_scale,
-            alibi_slopes=out.workspace.get("alibi_slopes"), num_splits=out.num_splits,
-            physical=out.workspace["physical"], pdl=has_pdl(store.device),
+            q, store.k, store.v, batch.page_table, batch.seq_lens, pages, None if pages is None else out.lengths,
+            out.o, out.lse, *_partials(out), out.arrived, num_kv_heads=spec.num_kv_heads, group_size=spec.group_size,
+            lanes=lanes, page_size=spec.page_size, scale=spec.softmax_scale, k_scale=spec.k_scale,
+            v_scale=spec.v_scale, alibi_slopes=out.workspace.get("alibi_slopes"), num_splits=out.num_splits,
+            pdl=has_pdl(store.device), **how,
         )  # fmt: skip
 
 
@@ -186,11 +239,5 @@ def attend_everything(plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch)
     dense = Plan(plan.program, whole)
     out = dense.allocate(batch.size, batch.width, store.device, scores=False)
     if batch.size:
-        lists = {"num_kv_heads": whole.num_kv_heads, "lanes": dense.lanes, "page_size": whole.page_size}
-        load_function(SELECT)(
-            None, batch.seq_lens, out.pages, out.lengths, **lists, bos=0, eos=1, top_k=0, ratio_q16=0,
-            dense_below=whole.dense_below, scored=False, width=batch.width, page_table=batch.page_table,
-            physical=out.workspace["physical"],
-        )  # fmt: skip
-        Executor(dense).attend_lists(q, store, batch, out)
+        Executor(dense).attend_all(q, store, batch, out)
     return out.o, out.lse

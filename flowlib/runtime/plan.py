@@ -37,7 +37,7 @@ class StepOutput:
         arrived: int32, counts them off; zero before and after a step.
     """
 
-    spec: Spec
+    plan: Plan
     o: torch.Tensor
     lse: torch.Tensor
     pages: torch.Tensor
@@ -53,10 +53,11 @@ class StepOutput:
         """``[rows, H_kv or H_q, W]``, NaN where a page was not scored; ``None`` where nothing is scored."""
         if self.raw_scores is None or self.seq_lens is None:
             return None
-        rows, width = self.pages.shape[0], self.raw_scores.shape[-1]
+        spec, rows, width = self.plan.spec, self.pages.shape[0], self.raw_scores.shape[-1]
         logical = torch.arange(width, device=self.o.device)
-        total = (self.seq_lens.to(torch.int64) + self.spec.page_size - 1) // self.spec.page_size
-        scored = (logical >= self.spec.bos) & (logical < total[:, None] - self.spec.eos)
+        total = (self.seq_lens.to(torch.int64) + spec.page_size - 1) // spec.page_size
+        scored = (logical >= spec.bos) & (logical < total[:, None] - spec.eos)
+        scored &= ~self.plan.in_full(self.seq_lens)[:, None]
         return torch.where(scored[:, None, :], self.raw_scores.reshape(rows, -1, width), float("nan"))
 
 
@@ -109,6 +110,18 @@ class Plan:
         if spec.is_mla:
             given = {"latent": (spec.page_size, spec.head_dim, spec.dv, spec.kv_dtype, spec.k_scale)}
         return given | {f.name: (*f.shape, f.dtype) + (("scaled",) if f.rounding else ()) for f in self.fields.values()}
+
+    @functools.cached_property
+    def full_pages(self) -> int:
+        """Rows of at most so many pages are within the budget and attended in full, unscored; 0 where a flow with state
+        must score them, or one whose scores can be -inf or NaN."""
+        return self.program.full_pages(self.spec)
+
+    def in_full(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        """Which rows ``[rows]`` are attended in full without being scored, for being within the budget or so short."""
+        size, spec = self.spec.page_size, self.spec
+        pages = torch.div(seq_lens.to(torch.int64) + size - 1, size, rounding_mode="floor")
+        return (pages <= self.full_pages) | (seq_lens <= spec.dense_below)
 
     @property
     def attention_kernel(self) -> str:
@@ -202,7 +215,7 @@ class Plan:
         done = reference.step(self, q, store, batch, dtype or torch.float32)
         o = done.o if dtype is not None else done.o.to(q.dtype)
         return StepOutput(
-            self.spec, o, done.lse, done.pages, done.lengths, _widened(done.scores, batch), batch.seq_lens
+            self, o, done.lse, done.pages, done.lengths, _widened(done.scores, batch), batch.seq_lens
         )
 
     def allocate(self, rows: int, width: int, device: str | torch.device, scores: bool = True) -> StepOutput:
@@ -233,7 +246,7 @@ class Plan:
         if spec.alibi_slopes is not None:
             work["alibi_slopes"] = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)
         whole = StepOutput(
-            spec,
+            self,
             o=empty(rows, spec.num_heads, spec.dv, dtype=spec.field_dtype),
             lse=empty(rows, spec.num_heads),
             pages=empty(rows, lists, self.max_selected, dtype=torch.int32),
@@ -253,7 +266,7 @@ class Plan:
         work["physical"] = work["physical"][:rows]
         scored = self.program.selection.scores
         return StepOutput(
-            spec,
+            self,
             whole.o[:rows],
             whole.lse[:rows],
             whole.pages[:rows],
@@ -275,12 +288,17 @@ class Plan:
 
         return num_splits(self.max_selected, spec.page_size, lists)
 
-    def launch(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
-        """The step as Triton kernels into `out`, unchecked: allocates nothing, never waits, capturable."""
+    def launch(
+        self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput, loc: torch.Tensor | None = None
+    ) -> None:
+        """The step as Triton kernels into `out`, unchecked: allocates nothing, never waits, capturable.
+
+        With `loc`, int64 slots of the tokens this step is for (-1 for padding), it is ``update(store, loc)`` and the
+        step in fewer launches: no token's page but the last of its own row is finished by them.
+        """
         out.seq_lens = batch.seq_lens
         if batch.size:
-            self._executor.choose(q, store, batch, out)
-            self._executor.attend_lists(q, store, batch, out)
+            self._executor.step(q, store, batch, out, loc)
 
     def check_step(self, q: torch.Tensor, store: KVStore, batch: Batch) -> None:
         """Raises if queries, pool and batch do not fit the plan. Lengths and page ids are looked at on the CPU only."""

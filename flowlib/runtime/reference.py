@@ -135,7 +135,9 @@ class _Rows:
         budgets = torch.tensor([selection.op.budget(spec, n) for n in self.counts.tolist()], device=self.batch.device)
         budgets = budgets.to(torch.int64).repeat_interleave(self.heads)
         chosen = selection.op.meaning(scores, self.scored, budgets)  # type: ignore[arg-type]
-        whole = (self.batch.seq_lens <= spec.dense_below).repeat_interleave(self.heads)
+        whole = self.plan.in_full(self.batch.seq_lens).repeat_interleave(self.heads)
+        if scores is not None:
+            scores = scores.masked_fill(whole[:, None, None], float("nan"))
         saved = {
             name: values[id(node)].expand(len(self.scored), self.width, *node.shape)
             for name, node in graph.stores.items()

@@ -30,7 +30,8 @@ def judge_selection(
         for lane in range(lists):
             label = f"row {i} ({seen} tokens), list {lane}"
             own = None if scores is None else scores[i, lane]
-            problem, regret = _judge_list(pages[i, lane], int(lengths[i, lane]), own, seen, spec, oracle)
+            full = bool(run.scene.plan.in_full(torch.tensor(seen)))
+            problem, regret = _judge_list(pages[i, lane], int(lengths[i, lane]), own, seen, spec, oracle, full)
             truth = truths.get((i, lane // lanes))
             if not problem and truth is not None:
                 chosen = [p - spec.bos for p in pages[i, lane, : int(lengths[i, lane])].tolist()]
@@ -43,7 +44,7 @@ def judge_selection(
 
 
 def _judge_list(
-    listed: torch.Tensor, length: int, own: torch.Tensor | None, seen: int, spec: Spec, oracle: Oracle
+    listed: torch.Tensor, length: int, own: torch.Tensor | None, seen: int, spec: Spec, oracle: Oracle, full: bool
 ) -> tuple[str, float]:
     """What is wrong with one page list ``[max_selected]`` by the scores ``[W]`` it was made from, and its regret."""
     num_pages = -(-seen // spec.page_size)
@@ -59,8 +60,8 @@ def _judge_list(
     if missing:
         return f"reserved pages {missing} are not attended", 0.0
     chosen = [p - spec.bos for p in pages if p in scored]
-    if seen <= spec.dense_below:
-        return "" if len(pages) == num_pages else f"pages {pages}, expected all {num_pages} (dense_below)", 0.0
+    if full:
+        return "" if len(pages) == num_pages else f"pages {pages}, expected all {num_pages} of so short a row", 0.0
     values = torch.zeros(len(scored)) if own is None else own[spec.bos : spec.bos + len(scored)]
     fewest, most = oracle.counts(values, num_pages, spec)
     if not fewest <= len(chosen) <= most:

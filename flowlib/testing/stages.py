@@ -239,6 +239,8 @@ def judge_scores(run: Run, oracle: Oracle) -> tuple[Collected, dict[tuple[int, i
             return oracle.scores(q, pages, spec)  # type: ignore[return-value]
 
         n = len(row.pages["position"])
+        if run.scene.plan.in_full(torch.tensor(row.seen)):
+            continue
         inputs = (row.q, *(row.pages[name] for name in names))
         truth = formula(*inputs) if n else None
         if truth is None:

@@ -44,8 +44,11 @@ def launch(plan: flowlib.Plan, rows: int = 2) -> None:
         torch.zeros(rows, spec.max_pages, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
     )
     q = torch.zeros(rows, spec.num_heads, spec.head_dim, dtype=spec.field_dtype)
-    executor.update(pool, torch.zeros(4, dtype=torch.int64))
+    loc = torch.zeros(4, dtype=torch.int64)
+    executor.update(pool, loc)
     plan.launch(q, pool, batch, plan.allocate(rows, spec.max_pages, "cpu"))
+    if executor.joined is not None:
+        plan.launch(q, pool, batch, plan.allocate(rows, spec.max_pages, "cpu"), loc)
 
 
 def spill_limit(kernel: str, target: str, plan: flowlib.Plan) -> int:

@@ -82,7 +82,8 @@ def test_attend(shape, target):
             ints(BS, WIDTH), ints(BS), ints(BS, lists, SELECTED), ints(BS, lists),
             torch.empty(BS, heads, shape.v_dim, dtype=shape.dtype), torch.empty(BS, heads),
             torch.empty(BS, heads, shape.splits, shape.v_dim), torch.empty(BS, heads, shape.splits),
-            ints(BS * heads), num_kv_heads=shape.heads, group_size=shape.group, lanes=shape.group if shape.per_head else 1,
+            ints(BS * heads), num_kv_heads=shape.heads, group_size=shape.group,
+            lanes=shape.group if shape.per_head else 1,
             page_size=shape.page, scale=shape.dim**-0.5, k_scale=1.0, v_scale=1.0,
             alibi_slopes=torch.empty(heads) if shape.alibi else None, num_splits=shape.splits,
         )  # fmt: skip

@@ -23,22 +23,21 @@ def update(
     i_t = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
     slot = tl.load(p_loc + i_t).to(tl.int64)
-    if (slot < 0) | (slot % 16 != 15):
-        return
-    i_page = slot // 16
-    a_16 = tl.arange(0, 16)
-    a_128 = tl.arange(0, 128)
-    # k [1, 16, 128]
-    o_k = ((i_page * 16) + a_16[None, :, None]) * s_k_t + i_h * s_k_h + a_128[None, None, :]
-    b_k = tl.load(p_k + o_k)
-    b_k_f32 = b_k.to(tl.float32)
-    b_cmean = tl.sum(b_k_f32, axis=1, keep_dims=True) / 16.0
-    # centroid [1, 1, 128]
-    o_centroid = ((i_page * 8 + i_h) * 128) + a_128[None, None, :]
-    tl.store(f_centroid + o_centroid, b_cmean.to(f_centroid.dtype.element_ty))
+    if (slot >= 0) & (slot % 16 == 15):
+        i_page = slot // 16
+        a_16 = tl.arange(0, 16)
+        a_128 = tl.arange(0, 128)
+        # k [1, 16, 128]
+        o_k = ((i_page * 16) + a_16[None, :, None]) * s_k_t + i_h * s_k_h + a_128[None, None, :]
+        b_k = tl.load(p_k + o_k)
+        b_k_f32 = b_k.to(tl.float32)
+        b_cmean = tl.sum(b_k_f32, axis=1, keep_dims=True) / 16.0
+        # centroid [1, 1, 128]
+        o_centroid = ((i_page * 8 + i_h) * 128) + a_128[None, None, :]
+        tl.store(f_centroid + o_centroid, b_cmean.to(f_centroid.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["s_page_table", "width", "s_scores_r", "s_scores_lane"])
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_scores_r", "s_scores_lane"])
 def score(
     p_page_table,
     p_seq_lens,
@@ -47,6 +46,8 @@ def score(
     w_scores,
     s_page_table,
     width,
+    full_pages,
+    dense_below,
     s_q_b,
     s_q_h,
     s_scores_r,
@@ -57,29 +58,103 @@ def score(
     i_r = tl.program_id(0).to(tl.int64)
     i_b = i_r // 8
     i_h = i_r % 8
-    n_pages = (tl.load(p_seq_lens + i_b).to(tl.int64) + 15) // 16
+    seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)
+    n_pages = (seq_len + 15) // 16
     i_end = tl.minimum(n_pages, width) - 1
-    if tl.program_id(1) * 128 >= i_end:
-        return
-    a_4 = tl.arange(0, 4)
-    a_128 = tl.arange(0, 128)
-    # q [1, 4, 128]
-    o_q = i_b * s_q_b + (i_h * 4 + a_4[None, :, None]) * s_q_h + a_128[None, None, :]
-    b_q = tl.load(p_q + o_q)
-    b_q_f32 = b_q.to(tl.float32)
-    b_mean = tl.sum(b_q_f32, axis=1, keep_dims=True) / 4.0
-    b_gemv_parts_in_rows = parts_in_rows(b_mean, 8, tl.bfloat16)
-    for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=2):
-        o_p = i_p + tl.arange(0, 128)
-        m_p = (o_p >= 1) & (o_p < i_end)
-        i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
-        # centroid [128, 128]
-        o_centroid = ((i_page * 8 + i_h) * 128)[:, None] + a_128[None, :]
-        m_centroid = m_p[:, None]
-        b_centroid_rows = tl.load(f_centroid + o_centroid, mask=m_centroid, other=0.0)
-        b_centroid = b_centroid_rows[:, None, :]
-        b_gemv = tl.reshape(tl.sum(tl.dot(b_centroid_rows, tl.trans(b_gemv_parts_in_rows)), axis=1), [128, 1, 1])
-        # scores [128, 1, 1]
-        o_scores = i_r * s_scores_r + o_p[:, None, None]
-        m_scores = m_p[:, None, None]
-        tl.store(w_scores + o_scores, b_gemv.to(w_scores.dtype.element_ty), mask=m_scores)
+    in_full = (n_pages <= full_pages) | (seq_len <= dense_below)
+    if (tl.program_id(1) * 128 < i_end) & ~in_full:
+        a_4 = tl.arange(0, 4)
+        a_128 = tl.arange(0, 128)
+        # q [1, 4, 128]
+        o_q = i_b * s_q_b + (i_h * 4 + a_4[None, :, None]) * s_q_h + a_128[None, None, :]
+        b_q = tl.load(p_q + o_q)
+        b_q_f32 = b_q.to(tl.float32)
+        b_mean = tl.sum(b_q_f32, axis=1, keep_dims=True) / 4.0
+        b_gemv_parts_in_rows = parts_in_rows(b_mean, 8, tl.bfloat16)
+        for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=2):
+            o_p = i_p + tl.arange(0, 128)
+            m_p = (o_p >= 1) & (o_p < i_end)
+            i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
+            # centroid [128, 128]
+            o_centroid = ((i_page * 8 + i_h) * 128)[:, None] + a_128[None, :]
+            m_centroid = m_p[:, None]
+            b_centroid_rows = tl.load(f_centroid + o_centroid, mask=m_centroid, other=0.0)
+            b_centroid = b_centroid_rows[:, None, :]
+            b_gemv = tl.reshape(tl.sum(tl.dot(b_centroid_rows, tl.trans(b_gemv_parts_in_rows)), axis=1), [128, 1, 1])
+            # scores [128, 1, 1]
+            o_scores = i_r * s_scores_r + o_p[:, None, None]
+            m_scores = m_p[:, None, None]
+            tl.store(w_scores + o_scores, b_gemv.to(w_scores.dtype.element_ty), mask=m_scores)
+
+
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_scores_r", "s_scores_lane", "n_rows"])
+def score_and_update(
+    p_page_table,
+    p_seq_lens,
+    p_q,
+    f_centroid,
+    w_scores,
+    p_loc,
+    p_k,
+    s_page_table,
+    width,
+    full_pages,
+    dense_below,
+    s_q_b,
+    s_q_h,
+    s_scores_r,
+    s_scores_lane,
+    s_k_t,
+    s_k_h,
+    n_rows,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    if tl.program_id(0) < n_rows:
+        i_r = tl.program_id(0).to(tl.int64)
+        i_b = i_r // 8
+        i_h = i_r % 8
+        seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)
+        n_pages = (seq_len + 15) // 16
+        i_end = tl.minimum(n_pages, width) - 1
+        in_full = (n_pages <= full_pages) | (seq_len <= dense_below)
+        if (tl.program_id(1) * 128 < i_end) & ~in_full:
+            a_4 = tl.arange(0, 4)
+            a_128 = tl.arange(0, 128)
+            # q [1, 4, 128]
+            o_q = i_b * s_q_b + (i_h * 4 + a_4[None, :, None]) * s_q_h + a_128[None, None, :]
+            b_q = tl.load(p_q + o_q)
+            b_q_f32 = b_q.to(tl.float32)
+            b_mean = tl.sum(b_q_f32, axis=1, keep_dims=True) / 4.0
+            b_gemv_parts_in_rows = parts_in_rows(b_mean, 8, tl.bfloat16)
+            for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=2):
+                o_p = i_p + tl.arange(0, 128)
+                m_p = (o_p >= 1) & (o_p < i_end)
+                i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
+                # centroid [128, 128]
+                o_centroid = ((i_page * 8 + i_h) * 128)[:, None] + a_128[None, :]
+                m_centroid = m_p[:, None]
+                b_centroid_rows = tl.load(f_centroid + o_centroid, mask=m_centroid, other=0.0)
+                b_centroid = b_centroid_rows[:, None, :]
+                b_gemv = tl.reshape(tl.sum(tl.dot(b_centroid_rows, tl.trans(b_gemv_parts_in_rows)), axis=1), [128, 1, 1])
+                # scores [128, 1, 1]
+                o_scores = i_r * s_scores_r + o_p[:, None, None]
+                m_scores = m_p[:, None, None]
+                tl.store(w_scores + o_scores, b_gemv.to(w_scores.dtype.element_ty), mask=m_scores)
+    else:
+        u_i_t = tl.program_id(0) - n_rows
+        for i_head in tl.range(tl.program_id(1), 8, tl.num_programs(1)):
+            u_i_h = tl.cast(i_head, tl.int64)
+            u_slot = tl.load(p_loc + u_i_t).to(tl.int64)
+            if (u_slot >= 0) & (u_slot % 16 == 15):
+                u_i_page = u_slot // 16
+                u_a_16 = tl.arange(0, 16)
+                u_a_128 = tl.arange(0, 128)
+                # k [1, 16, 128]
+                u_o_k = ((u_i_page * 16) + u_a_16[None, :, None]) * s_k_t + u_i_h * s_k_h + u_a_128[None, None, :]
+                u_b_k = tl.load(p_k + u_o_k)
+                u_b_k_f32 = u_b_k.to(tl.float32)
+                u_b_cmean = tl.sum(u_b_k_f32, axis=1, keep_dims=True) / 16.0
+                # centroid [1, 1, 128]
+                u_o_centroid = ((u_i_page * 8 + u_i_h) * 128) + u_a_128[None, None, :]
+                tl.store(f_centroid + u_o_centroid, u_b_cmean.to(f_centroid.dtype.element_ty))

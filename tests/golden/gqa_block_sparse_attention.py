@@ -22,24 +22,23 @@ def update(
     i_t = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
     slot = tl.load(p_loc + i_t).to(tl.int64)
-    if (slot < 0) | (slot % 16 != 15):
-        return
-    i_page = slot // 16
-    a_16 = tl.arange(0, 16)
-    a_128 = tl.arange(0, 128)
-    # k [1, 16, 96]
-    o_k = ((i_page * 16) + a_16[None, :, None]) * s_k_t + i_h * s_k_h + a_128[None, None, :]
-    m_k = (a_128 < 96)[None, None, :]
-    b_k = tl.load(p_k + o_k, mask=m_k, other=0.0)
-    b_k_f32 = b_k.to(tl.float32)
-    b_cmean = tl.sum(b_k_f32, axis=1, keep_dims=True) / 16.0
-    # centroid [1, 1, 96]
-    o_centroid = ((i_page * 2 + i_h) * 96) + a_128[None, None, :]
-    m_centroid = (a_128 < 96)[None, None, :]
-    tl.store(f_centroid + o_centroid, b_cmean.to(f_centroid.dtype.element_ty), mask=m_centroid)
+    if (slot >= 0) & (slot % 16 == 15):
+        i_page = slot // 16
+        a_16 = tl.arange(0, 16)
+        a_128 = tl.arange(0, 128)
+        # k [1, 16, 96]
+        o_k = ((i_page * 16) + a_16[None, :, None]) * s_k_t + i_h * s_k_h + a_128[None, None, :]
+        m_k = (a_128 < 96)[None, None, :]
+        b_k = tl.load(p_k + o_k, mask=m_k, other=0.0)
+        b_k_f32 = b_k.to(tl.float32)
+        b_cmean = tl.sum(b_k_f32, axis=1, keep_dims=True) / 16.0
+        # centroid [1, 1, 96]
+        o_centroid = ((i_page * 2 + i_h) * 96) + a_128[None, None, :]
+        m_centroid = (a_128 < 96)[None, None, :]
+        tl.store(f_centroid + o_centroid, b_cmean.to(f_centroid.dtype.element_ty), mask=m_centroid)
 
 
-@triton.jit(do_not_specialize=["s_page_table", "width", "s_softmax_in_r", "s_softmax_in_lane"])
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_softmax_in_r", "s_softmax_in_lane"])
 def before_softmax(
     p_page_table,
     p_seq_lens,
@@ -48,6 +47,8 @@ def before_softmax(
     w_softmax_in,
     s_page_table,
     width,
+    full_pages,
+    dense_below,
     s_q_b,
     s_q_h,
     s_softmax_in_r,
@@ -58,33 +59,34 @@ def before_softmax(
     i_r = tl.program_id(0).to(tl.int64)
     i_b = i_r // 2
     i_h = i_r % 2
-    n_pages = (tl.load(p_seq_lens + i_b).to(tl.int64) + 15) // 16
+    seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)
+    n_pages = (seq_len + 15) // 16
     i_end = tl.minimum(n_pages, width) - 1
-    if tl.program_id(1) * 128 >= i_end:
-        return
-    a_4 = tl.arange(0, 4)
-    a_128 = tl.arange(0, 128)
-    # q [1, 3, 96]
-    o_q = i_b * s_q_b + (i_h * 3 + a_4[None, :, None]) * s_q_h + a_128[None, None, :]
-    m_q = (a_4 < 3)[None, :, None] & (a_128 < 96)[None, None, :]
-    b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
-    for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=2):
-        o_p = i_p + tl.arange(0, 128)
-        m_p = (o_p >= 1) & (o_p < i_end)
-        i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
-        # centroid [128, 96]
-        o_centroid = ((i_page * 2 + i_h) * 96)[:, None] + a_128[None, :]
-        m_centroid = m_p[:, None] & (a_128 < 96)[None, :]
-        b_centroid_rows = tl.load(f_centroid + o_centroid, mask=m_centroid, other=0.0)
-        b_centroid = b_centroid_rows[:, None, :]
-        b_gemm = tl.reshape(tl.dot(b_centroid_rows, tl.trans(tl.reshape(b_q, [4, 128]))), [128, 1, 4])
-        # softmax_in [128, 1, 3]
-        o_softmax_in = i_r * s_softmax_in_r + (a_4[None, None, :]) * s_softmax_in_lane + o_p[:, None, None]
-        m_softmax_in = m_p[:, None, None] & (a_4 < 3)[None, None, :]
-        tl.store(w_softmax_in + o_softmax_in, b_gemm.to(w_softmax_in.dtype.element_ty), mask=m_softmax_in)
+    in_full = (n_pages <= full_pages) | (seq_len <= dense_below)
+    if (tl.program_id(1) * 128 < i_end) & ~in_full:
+        a_4 = tl.arange(0, 4)
+        a_128 = tl.arange(0, 128)
+        # q [1, 3, 96]
+        o_q = i_b * s_q_b + (i_h * 3 + a_4[None, :, None]) * s_q_h + a_128[None, None, :]
+        m_q = (a_4 < 3)[None, :, None] & (a_128 < 96)[None, None, :]
+        b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
+        for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=2):
+            o_p = i_p + tl.arange(0, 128)
+            m_p = (o_p >= 1) & (o_p < i_end)
+            i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
+            # centroid [128, 96]
+            o_centroid = ((i_page * 2 + i_h) * 96)[:, None] + a_128[None, :]
+            m_centroid = m_p[:, None] & (a_128 < 96)[None, :]
+            b_centroid_rows = tl.load(f_centroid + o_centroid, mask=m_centroid, other=0.0)
+            b_centroid = b_centroid_rows[:, None, :]
+            b_gemm = tl.reshape(tl.dot(b_centroid_rows, tl.trans(tl.reshape(b_q, [4, 128]))), [128, 1, 4])
+            # softmax_in [128, 1, 3]
+            o_softmax_in = i_r * s_softmax_in_r + (a_4[None, None, :]) * s_softmax_in_lane + o_p[:, None, None]
+            m_softmax_in = m_p[:, None, None] & (a_4 < 3)[None, None, :]
+            tl.store(w_softmax_in + o_softmax_in, b_gemm.to(w_softmax_in.dtype.element_ty), mask=m_softmax_in)
 
 
-@triton.jit(do_not_specialize=["s_page_table", "width", "s_softmax_in_r", "s_softmax_in_lane", "s_scores_r", "s_scores_lane"])
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_softmax_in_r", "s_softmax_in_lane", "s_scores_r", "s_scores_lane"])
 def score(
     p_page_table,
     p_seq_lens,
@@ -92,6 +94,8 @@ def score(
     w_scores,
     s_page_table,
     width,
+    full_pages,
+    dense_below,
     s_softmax_in_r,
     s_softmax_in_lane,
     s_scores_r,
@@ -102,22 +106,96 @@ def score(
     i_r = tl.program_id(0).to(tl.int64)
     i_b = i_r // 2
     i_h = i_r % 2
-    n_pages = (tl.load(p_seq_lens + i_b).to(tl.int64) + 15) // 16
+    seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)
+    n_pages = (seq_len + 15) // 16
     i_end = tl.minimum(n_pages, width) - 1
-    if tl.program_id(1) * 128 >= i_end:
-        return
-    a_4 = tl.arange(0, 4)
-    for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=1):
-        o_p = i_p + tl.arange(0, 128)
-        m_p = (o_p >= 1) & (o_p < i_end)
-        # softmax_in [128, 3]
-        o_softmax_in = i_r * s_softmax_in_r + (a_4[None, :]) * s_softmax_in_lane + o_p[:, None]
-        m_softmax_in = m_p[:, None] & (a_4 < 3)[None, :]
-        b_softmax_in_rows = tl.load(w_softmax_in + o_softmax_in, mask=m_softmax_in, other=0.0)
-        b_softmax_in = b_softmax_in_rows[:, None, :]
-        b_max = tl.where(b_softmax_in == b_softmax_in, b_softmax_in, float("-inf"))
-        b_max_2 = tl.max(tl.where((a_4 < 3)[None, None, :], b_max, float("-inf")), axis=2, keep_dims=True)
-        # scores [128, 1, 1]
-        o_scores = i_r * s_scores_r + o_p[:, None, None]
-        m_scores = m_p[:, None, None]
-        tl.store(w_scores + o_scores, b_max_2.to(w_scores.dtype.element_ty), mask=m_scores)
+    in_full = (n_pages <= full_pages) | (seq_len <= dense_below)
+    if (tl.program_id(1) * 128 < i_end) & ~in_full:
+        a_4 = tl.arange(0, 4)
+        for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=1):
+            o_p = i_p + tl.arange(0, 128)
+            m_p = (o_p >= 1) & (o_p < i_end)
+            # softmax_in [128, 3]
+            o_softmax_in = i_r * s_softmax_in_r + (a_4[None, :]) * s_softmax_in_lane + o_p[:, None]
+            m_softmax_in = m_p[:, None] & (a_4 < 3)[None, :]
+            b_softmax_in_rows = tl.load(w_softmax_in + o_softmax_in, mask=m_softmax_in, other=0.0)
+            b_softmax_in = b_softmax_in_rows[:, None, :]
+            b_max = tl.where(b_softmax_in == b_softmax_in, b_softmax_in, float("-inf"))
+            b_max_2 = tl.max(tl.where((a_4 < 3)[None, None, :], b_max, float("-inf")), axis=2, keep_dims=True)
+            # scores [128, 1, 1]
+            o_scores = i_r * s_scores_r + o_p[:, None, None]
+            m_scores = m_p[:, None, None]
+            tl.store(w_scores + o_scores, b_max_2.to(w_scores.dtype.element_ty), mask=m_scores)
+
+
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_softmax_in_r", "s_softmax_in_lane", "n_rows"])
+def before_softmax_and_update(
+    p_page_table,
+    p_seq_lens,
+    p_q,
+    f_centroid,
+    w_softmax_in,
+    p_loc,
+    p_k,
+    s_page_table,
+    width,
+    full_pages,
+    dense_below,
+    s_q_b,
+    s_q_h,
+    s_softmax_in_r,
+    s_softmax_in_lane,
+    s_k_t,
+    s_k_h,
+    n_rows,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    if tl.program_id(0) < n_rows:
+        i_r = tl.program_id(0).to(tl.int64)
+        i_b = i_r // 2
+        i_h = i_r % 2
+        seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)
+        n_pages = (seq_len + 15) // 16
+        i_end = tl.minimum(n_pages, width) - 1
+        in_full = (n_pages <= full_pages) | (seq_len <= dense_below)
+        if (tl.program_id(1) * 128 < i_end) & ~in_full:
+            a_4 = tl.arange(0, 4)
+            a_128 = tl.arange(0, 128)
+            # q [1, 3, 96]
+            o_q = i_b * s_q_b + (i_h * 3 + a_4[None, :, None]) * s_q_h + a_128[None, None, :]
+            m_q = (a_4 < 3)[None, :, None] & (a_128 < 96)[None, None, :]
+            b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
+            for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=2):
+                o_p = i_p + tl.arange(0, 128)
+                m_p = (o_p >= 1) & (o_p < i_end)
+                i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
+                # centroid [128, 96]
+                o_centroid = ((i_page * 2 + i_h) * 96)[:, None] + a_128[None, :]
+                m_centroid = m_p[:, None] & (a_128 < 96)[None, :]
+                b_centroid_rows = tl.load(f_centroid + o_centroid, mask=m_centroid, other=0.0)
+                b_centroid = b_centroid_rows[:, None, :]
+                b_gemm = tl.reshape(tl.dot(b_centroid_rows, tl.trans(tl.reshape(b_q, [4, 128]))), [128, 1, 4])
+                # softmax_in [128, 1, 3]
+                o_softmax_in = i_r * s_softmax_in_r + (a_4[None, None, :]) * s_softmax_in_lane + o_p[:, None, None]
+                m_softmax_in = m_p[:, None, None] & (a_4 < 3)[None, None, :]
+                tl.store(w_softmax_in + o_softmax_in, b_gemm.to(w_softmax_in.dtype.element_ty), mask=m_softmax_in)
+    else:
+        u_i_t = tl.program_id(0) - n_rows
+        for i_head in tl.range(tl.program_id(1), 2, tl.num_programs(1)):
+            u_i_h = tl.cast(i_head, tl.int64)
+            u_slot = tl.load(p_loc + u_i_t).to(tl.int64)
+            if (u_slot >= 0) & (u_slot % 16 == 15):
+                u_i_page = u_slot // 16
+                u_a_16 = tl.arange(0, 16)
+                u_a_128 = tl.arange(0, 128)
+                # k [1, 16, 96]
+                u_o_k = ((u_i_page * 16) + u_a_16[None, :, None]) * s_k_t + u_i_h * s_k_h + u_a_128[None, None, :]
+                u_m_k = (u_a_128 < 96)[None, None, :]
+                u_b_k = tl.load(p_k + u_o_k, mask=u_m_k, other=0.0)
+                u_b_k_f32 = u_b_k.to(tl.float32)
+                u_b_cmean = tl.sum(u_b_k_f32, axis=1, keep_dims=True) / 16.0
+                # centroid [1, 1, 96]
+                u_o_centroid = ((u_i_page * 2 + u_i_h) * 96) + u_a_128[None, None, :]
+                u_m_centroid = (u_a_128 < 96)[None, None, :]
+                tl.store(f_centroid + u_o_centroid, u_b_cmean.to(f_centroid.dtype.element_ty), mask=u_m_centroid)

@@ -19,17 +19,16 @@ def update(
     i_t = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
     slot = tl.load(p_loc + i_t).to(tl.int64)
-    if (slot < 0) | (slot % 1 != 0):
-        return
-    i_page = slot // 1
-    b_cfill = tl.full([1, 1, 1], 0.0, tl.float32)
-    a_1 = tl.arange(0, 1)
-    # hh_score [1, 1, 1]
-    o_hh_score = ((i_page * 2 + i_h) * 1) + a_1[None, None, :]
-    tl.store(f_hh_score + o_hh_score, tl.broadcast_to(b_cfill, [1, 1, 1]).to(f_hh_score.dtype.element_ty))
+    if slot >= 0:
+        i_page = slot // 1
+        b_cfill = tl.full([1, 1, 1], 0.0, tl.float32)
+        a_1 = tl.arange(0, 1)
+        # hh_score [1, 1, 1]
+        o_hh_score = ((i_page * 2 + i_h) * 1) + a_1[None, None, :]
+        tl.store(f_hh_score + o_hh_score, tl.broadcast_to(b_cfill, [1, 1, 1]).to(f_hh_score.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["s_page_table", "width", "s_softmax_in_r", "s_softmax_in_lane"])
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_softmax_in_r", "s_softmax_in_lane"])
 def before_softmax(
     p_page_table,
     p_seq_lens,
@@ -38,6 +37,8 @@ def before_softmax(
     w_softmax_in,
     s_page_table,
     width,
+    full_pages,
+    dense_below,
     s_q_b,
     s_q_h,
     s_k_t,
@@ -50,33 +51,34 @@ def before_softmax(
     i_r = tl.program_id(0).to(tl.int64)
     i_b = i_r // 2
     i_h = i_r % 2
-    n_pages = tl.load(p_seq_lens + i_b).to(tl.int64)
+    seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)
+    n_pages = seq_len
     i_end = tl.minimum(n_pages, width) - 1
-    if tl.program_id(1) * 128 >= i_end:
-        return
-    a_4 = tl.arange(0, 4)
-    a_128 = tl.arange(0, 128)
-    # q [1, 4, 80]
-    o_q = i_b * s_q_b + (i_h * 4 + a_4[None, :, None]) * s_q_h + a_128[None, None, :]
-    m_q = (a_128 < 80)[None, None, :]
-    b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
-    for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=2):
-        o_p = i_p + tl.arange(0, 128)
-        m_p = (o_p >= 1) & (o_p < i_end)
-        i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
-        # k [128, 80]
-        o_k = (i_page * 1)[:, None] * s_k_t + i_h * s_k_h + a_128[None, :]
-        m_k = m_p[:, None] & (a_128 < 80)[None, :]
-        b_k_rows = tl.load(p_k + o_k, mask=m_k, other=0.0)
-        b_k = b_k_rows[:, None, :]
-        b_gemm = tl.reshape(tl.dot(b_k_rows, tl.trans(tl.reshape(b_q, [4, 128]))), [128, 1, 4])
-        # softmax_in [128, 1, 4]
-        o_softmax_in = i_r * s_softmax_in_r + (a_4[None, None, :]) * s_softmax_in_lane + o_p[:, None, None]
-        m_softmax_in = m_p[:, None, None]
-        tl.store(w_softmax_in + o_softmax_in, b_gemm.to(w_softmax_in.dtype.element_ty), mask=m_softmax_in)
+    in_full = (n_pages <= full_pages) | (seq_len <= dense_below)
+    if (tl.program_id(1) * 128 < i_end) & ~in_full:
+        a_4 = tl.arange(0, 4)
+        a_128 = tl.arange(0, 128)
+        # q [1, 4, 80]
+        o_q = i_b * s_q_b + (i_h * 4 + a_4[None, :, None]) * s_q_h + a_128[None, None, :]
+        m_q = (a_128 < 80)[None, None, :]
+        b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
+        for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=2):
+            o_p = i_p + tl.arange(0, 128)
+            m_p = (o_p >= 1) & (o_p < i_end)
+            i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
+            # k [128, 80]
+            o_k = (i_page * 1)[:, None] * s_k_t + i_h * s_k_h + a_128[None, :]
+            m_k = m_p[:, None] & (a_128 < 80)[None, :]
+            b_k_rows = tl.load(p_k + o_k, mask=m_k, other=0.0)
+            b_k = b_k_rows[:, None, :]
+            b_gemm = tl.reshape(tl.dot(b_k_rows, tl.trans(tl.reshape(b_q, [4, 128]))), [128, 1, 4])
+            # softmax_in [128, 1, 4]
+            o_softmax_in = i_r * s_softmax_in_r + (a_4[None, None, :]) * s_softmax_in_lane + o_p[:, None, None]
+            m_softmax_in = m_p[:, None, None]
+            tl.store(w_softmax_in + o_softmax_in, b_gemm.to(w_softmax_in.dtype.element_ty), mask=m_softmax_in)
 
 
-@triton.jit(do_not_specialize=["s_page_table", "width", "s_softmax_in_r", "s_softmax_in_lane", "s_scores_r", "s_scores_lane"])
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_softmax_in_r", "s_softmax_in_lane", "s_scores_r", "s_scores_lane"])
 def score(
     p_page_table,
     p_seq_lens,
@@ -85,6 +87,8 @@ def score(
     w_scores,
     s_page_table,
     width,
+    full_pages,
+    dense_below,
     s_softmax_in_r,
     s_softmax_in_lane,
     s_scores_r,
@@ -95,33 +99,34 @@ def score(
     i_r = tl.program_id(0).to(tl.int64)
     i_b = i_r // 2
     i_h = i_r % 2
-    n_pages = tl.load(p_seq_lens + i_b).to(tl.int64)
+    seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)
+    n_pages = seq_len
     i_end = tl.minimum(n_pages, width) - 1
-    if tl.program_id(1) * 128 >= i_end:
-        return
-    a_4 = tl.arange(0, 4)
-    for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=1):
-        o_p = i_p + tl.arange(0, 128)
-        m_p = (o_p >= 1) & (o_p < i_end)
-        # softmax_in [128, 4]
-        o_softmax_in = i_r * s_softmax_in_r + (a_4[None, :]) * s_softmax_in_lane + o_p[:, None]
-        m_softmax_in = m_p[:, None]
-        b_softmax_in_rows = tl.load(w_softmax_in + o_softmax_in, mask=m_softmax_in, other=0.0)
-        b_softmax_in = b_softmax_in_rows[:, None, :]
-        b_mean = tl.sum(b_softmax_in, axis=2, keep_dims=True) / 4.0
-        i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
-        # hh_score [128, 1, 1]
-        o_hh_score = ((i_page * 2 + i_h) * 1)[:, None, None]
-        m_hh_score = m_p[:, None, None]
-        b_hh_score = tl.load(f_hh_score + o_hh_score, mask=m_hh_score, other=0.0)
-        b_hh_score_f32 = b_hh_score.to(tl.float32)
-        b_add = b_mean + 0.984375 * b_hh_score_f32
-        tl.debug_barrier()  # another warp may still read what this one stores
-        # scores [128, 1, 1]
-        o_scores = i_r * s_scores_r + o_p[:, None, None]
-        m_scores = m_p[:, None, None]
-        tl.store(w_scores + o_scores, b_add.to(w_scores.dtype.element_ty), mask=m_scores)
-        # hh_score [128, 1, 1]
-        o_hh_score_2 = ((i_page * 2 + i_h) * 1)[:, None, None]
-        m_hh_score_2 = m_p[:, None, None]
-        tl.store(f_hh_score + o_hh_score_2, b_add.to(f_hh_score.dtype.element_ty), mask=m_hh_score_2)
+    in_full = (n_pages <= full_pages) | (seq_len <= dense_below)
+    if (tl.program_id(1) * 128 < i_end) & ~in_full:
+        a_4 = tl.arange(0, 4)
+        for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=1):
+            o_p = i_p + tl.arange(0, 128)
+            m_p = (o_p >= 1) & (o_p < i_end)
+            # softmax_in [128, 4]
+            o_softmax_in = i_r * s_softmax_in_r + (a_4[None, :]) * s_softmax_in_lane + o_p[:, None]
+            m_softmax_in = m_p[:, None]
+            b_softmax_in_rows = tl.load(w_softmax_in + o_softmax_in, mask=m_softmax_in, other=0.0)
+            b_softmax_in = b_softmax_in_rows[:, None, :]
+            b_mean = tl.sum(b_softmax_in, axis=2, keep_dims=True) / 4.0
+            i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
+            # hh_score [128, 1, 1]
+            o_hh_score = ((i_page * 2 + i_h) * 1)[:, None, None]
+            m_hh_score = m_p[:, None, None]
+            b_hh_score = tl.load(f_hh_score + o_hh_score, mask=m_hh_score, other=0.0)
+            b_hh_score_f32 = b_hh_score.to(tl.float32)
+            b_add = b_mean + 0.984375 * b_hh_score_f32
+            tl.debug_barrier()  # another warp may still read what this one stores
+            # scores [128, 1, 1]
+            o_scores = i_r * s_scores_r + o_p[:, None, None]
+            m_scores = m_p[:, None, None]
+            tl.store(w_scores + o_scores, b_add.to(w_scores.dtype.element_ty), mask=m_scores)
+            # hh_score [128, 1, 1]
+            o_hh_score_2 = ((i_page * 2 + i_h) * 1)[:, None, None]
+            m_hh_score_2 = m_p[:, None, None]
+            tl.store(f_hh_score + o_hh_score_2, b_add.to(f_hh_score.dtype.element_ty), mask=m_hh_score_2)

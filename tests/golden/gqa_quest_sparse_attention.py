@@ -23,29 +23,28 @@ def update(
     i_t = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
     slot = tl.load(p_loc + i_t).to(tl.int64)
-    if (slot < 0) | (slot % 48 != 47):
-        return
-    i_page = slot // 48
-    a_64 = tl.arange(0, 64)
-    # k [1, 48, 64]
-    o_k = ((i_page * 48) + a_64[None, :, None]) * s_k_t + i_h * s_k_h + a_64[None, None, :]
-    m_k = (a_64 < 48)[None, :, None]
-    b_k = tl.load(p_k + o_k, mask=m_k, other=0.0)
-    b_k_f32 = b_k.to(tl.float32)
-    b_k_scaled = b_k_f32 * 0.5
-    b_cmax = tl.where(b_k_scaled == b_k_scaled, b_k_scaled, float("-inf"))
-    b_cmax_2 = tl.max(tl.where((a_64 < 48)[None, :, None], b_cmax, float("-inf")), axis=1, keep_dims=True)
-    b_cmin = tl.where(b_k_scaled == b_k_scaled, b_k_scaled, float("inf"))
-    b_cmin_2 = tl.min(tl.where((a_64 < 48)[None, :, None], b_cmin, float("inf")), axis=1, keep_dims=True)
-    # k_max [1, 1, 64]
-    o_k_max = ((i_page * 1 + i_h) * 64) + a_64[None, None, :]
-    tl.store(f_k_max + o_k_max, b_cmax_2.to(f_k_max.dtype.element_ty))
-    # k_min [1, 1, 64]
-    o_k_min = ((i_page * 1 + i_h) * 64) + a_64[None, None, :]
-    tl.store(f_k_min + o_k_min, b_cmin_2.to(f_k_min.dtype.element_ty))
+    if (slot >= 0) & (slot % 48 == 47):
+        i_page = slot // 48
+        a_64 = tl.arange(0, 64)
+        # k [1, 48, 64]
+        o_k = ((i_page * 48) + a_64[None, :, None]) * s_k_t + i_h * s_k_h + a_64[None, None, :]
+        m_k = (a_64 < 48)[None, :, None]
+        b_k = tl.load(p_k + o_k, mask=m_k, other=0.0)
+        b_k_f32 = b_k.to(tl.float32)
+        b_k_scaled = b_k_f32 * 0.5
+        b_cmax = tl.where(b_k_scaled == b_k_scaled, b_k_scaled, float("-inf"))
+        b_cmax_2 = tl.max(tl.where((a_64 < 48)[None, :, None], b_cmax, float("-inf")), axis=1, keep_dims=True)
+        b_cmin = tl.where(b_k_scaled == b_k_scaled, b_k_scaled, float("inf"))
+        b_cmin_2 = tl.min(tl.where((a_64 < 48)[None, :, None], b_cmin, float("inf")), axis=1, keep_dims=True)
+        # k_max [1, 1, 64]
+        o_k_max = ((i_page * 1 + i_h) * 64) + a_64[None, None, :]
+        tl.store(f_k_max + o_k_max, b_cmax_2.to(f_k_max.dtype.element_ty))
+        # k_min [1, 1, 64]
+        o_k_min = ((i_page * 1 + i_h) * 64) + a_64[None, None, :]
+        tl.store(f_k_min + o_k_min, b_cmin_2.to(f_k_min.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["s_page_table", "width", "s_scores_r", "s_scores_lane"])
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_scores_r", "s_scores_lane"])
 def score(
     p_page_table,
     p_seq_lens,
@@ -55,6 +54,8 @@ def score(
     w_scores,
     s_page_table,
     width,
+    full_pages,
+    dense_below,
     s_q_b,
     s_q_h,
     s_scores_r,
@@ -65,38 +66,129 @@ def score(
     i_r = tl.program_id(0).to(tl.int64)
     i_b = i_r // 1
     i_h = i_r % 1
-    n_pages = (tl.load(p_seq_lens + i_b).to(tl.int64) + 47) // 48
+    seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)
+    n_pages = (seq_len + 47) // 48
     i_end = tl.minimum(n_pages, width) - 2
-    if tl.program_id(1) * 128 >= i_end:
-        return
-    a_64 = tl.arange(0, 64)
-    a_8 = tl.arange(0, 8)
-    # q [1, 7, 64]
-    o_q = i_b * s_q_b + (i_h * 7 + a_8[None, :, None]) * s_q_h + a_64[None, None, :]
-    m_q = (a_8 < 7)[None, :, None]
-    b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
-    b_positivepart = (tl.where(b_q > 0, b_q, 0.0)).to(b_q.dtype)
-    b_negativepart = (tl.where(b_q < 0, b_q, 0.0)).to(b_q.dtype)
-    for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=2):
-        o_p = i_p + tl.arange(0, 128)
-        m_p = (o_p >= 0) & (o_p < i_end)
-        i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
-        # k_max [128, 64]
-        o_k_max = ((i_page * 1 + i_h) * 64)[:, None] + a_64[None, :]
-        m_k_max = m_p[:, None]
-        b_k_max_rows = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0.0)
-        b_k_max = b_k_max_rows[:, None, :]
-        b_gemm = tl.permute(tl.reshape(tl.dot(b_k_max_rows, tl.trans(tl.reshape(b_positivepart, [8, 64]))), [128, 1, 8]), (0, 2, 1))
-        # k_min [128, 64]
-        o_k_min = ((i_page * 1 + i_h) * 64)[:, None] + a_64[None, :]
-        m_k_min = m_p[:, None]
-        b_k_min_rows = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0.0)
-        b_k_min = b_k_min_rows[:, None, :]
-        b_gemm_2 = tl.permute(tl.reshape(tl.dot(b_k_min_rows, tl.trans(tl.reshape(b_negativepart, [8, 64]))), [128, 1, 8]), (0, 2, 1))
-        b_add = b_gemm + b_gemm_2
-        b_max = tl.where(b_add == b_add, b_add, float("-inf"))
-        b_max_2 = tl.max(tl.where((a_8 < 7)[None, :, None], b_max, float("-inf")), axis=1, keep_dims=True)
-        # scores [128, 1, 1]
-        o_scores = i_r * s_scores_r + o_p[:, None, None]
-        m_scores = m_p[:, None, None]
-        tl.store(w_scores + o_scores, b_max_2.to(w_scores.dtype.element_ty), mask=m_scores)
+    in_full = (n_pages <= full_pages) | (seq_len <= dense_below)
+    if (tl.program_id(1) * 128 < i_end) & ~in_full:
+        a_64 = tl.arange(0, 64)
+        a_8 = tl.arange(0, 8)
+        # q [1, 7, 64]
+        o_q = i_b * s_q_b + (i_h * 7 + a_8[None, :, None]) * s_q_h + a_64[None, None, :]
+        m_q = (a_8 < 7)[None, :, None]
+        b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
+        b_positivepart = (tl.where(b_q > 0, b_q, 0.0)).to(b_q.dtype)
+        b_negativepart = (tl.where(b_q < 0, b_q, 0.0)).to(b_q.dtype)
+        for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=2):
+            o_p = i_p + tl.arange(0, 128)
+            m_p = (o_p >= 0) & (o_p < i_end)
+            i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
+            # k_max [128, 64]
+            o_k_max = ((i_page * 1 + i_h) * 64)[:, None] + a_64[None, :]
+            m_k_max = m_p[:, None]
+            b_k_max_rows = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0.0)
+            b_k_max = b_k_max_rows[:, None, :]
+            b_gemm = tl.permute(tl.reshape(tl.dot(b_k_max_rows, tl.trans(tl.reshape(b_positivepart, [8, 64]))), [128, 1, 8]), (0, 2, 1))
+            # k_min [128, 64]
+            o_k_min = ((i_page * 1 + i_h) * 64)[:, None] + a_64[None, :]
+            m_k_min = m_p[:, None]
+            b_k_min_rows = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0.0)
+            b_k_min = b_k_min_rows[:, None, :]
+            b_gemm_2 = tl.permute(tl.reshape(tl.dot(b_k_min_rows, tl.trans(tl.reshape(b_negativepart, [8, 64]))), [128, 1, 8]), (0, 2, 1))
+            b_add = b_gemm + b_gemm_2
+            b_max = tl.where(b_add == b_add, b_add, float("-inf"))
+            b_max_2 = tl.max(tl.where((a_8 < 7)[None, :, None], b_max, float("-inf")), axis=1, keep_dims=True)
+            # scores [128, 1, 1]
+            o_scores = i_r * s_scores_r + o_p[:, None, None]
+            m_scores = m_p[:, None, None]
+            tl.store(w_scores + o_scores, b_max_2.to(w_scores.dtype.element_ty), mask=m_scores)
+
+
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_scores_r", "s_scores_lane", "n_rows"])
+def score_and_update(
+    p_page_table,
+    p_seq_lens,
+    f_k_max,
+    p_q,
+    f_k_min,
+    w_scores,
+    p_loc,
+    p_k,
+    s_page_table,
+    width,
+    full_pages,
+    dense_below,
+    s_q_b,
+    s_q_h,
+    s_scores_r,
+    s_scores_lane,
+    s_k_t,
+    s_k_h,
+    n_rows,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    if tl.program_id(0) < n_rows:
+        i_r = tl.program_id(0).to(tl.int64)
+        i_b = i_r // 1
+        i_h = i_r % 1
+        seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)
+        n_pages = (seq_len + 47) // 48
+        i_end = tl.minimum(n_pages, width) - 2
+        in_full = (n_pages <= full_pages) | (seq_len <= dense_below)
+        if (tl.program_id(1) * 128 < i_end) & ~in_full:
+            a_64 = tl.arange(0, 64)
+            a_8 = tl.arange(0, 8)
+            # q [1, 7, 64]
+            o_q = i_b * s_q_b + (i_h * 7 + a_8[None, :, None]) * s_q_h + a_64[None, None, :]
+            m_q = (a_8 < 7)[None, :, None]
+            b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
+            b_positivepart = (tl.where(b_q > 0, b_q, 0.0)).to(b_q.dtype)
+            b_negativepart = (tl.where(b_q < 0, b_q, 0.0)).to(b_q.dtype)
+            for i_p in tl.range(tl.program_id(1) * 128, i_end, tl.num_programs(1) * 128, num_stages=2):
+                o_p = i_p + tl.arange(0, 128)
+                m_p = (o_p >= 0) & (o_p < i_end)
+                i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
+                # k_max [128, 64]
+                o_k_max = ((i_page * 1 + i_h) * 64)[:, None] + a_64[None, :]
+                m_k_max = m_p[:, None]
+                b_k_max_rows = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0.0)
+                b_k_max = b_k_max_rows[:, None, :]
+                b_gemm = tl.permute(tl.reshape(tl.dot(b_k_max_rows, tl.trans(tl.reshape(b_positivepart, [8, 64]))), [128, 1, 8]), (0, 2, 1))
+                # k_min [128, 64]
+                o_k_min = ((i_page * 1 + i_h) * 64)[:, None] + a_64[None, :]
+                m_k_min = m_p[:, None]
+                b_k_min_rows = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0.0)
+                b_k_min = b_k_min_rows[:, None, :]
+                b_gemm_2 = tl.permute(tl.reshape(tl.dot(b_k_min_rows, tl.trans(tl.reshape(b_negativepart, [8, 64]))), [128, 1, 8]), (0, 2, 1))
+                b_add = b_gemm + b_gemm_2
+                b_max = tl.where(b_add == b_add, b_add, float("-inf"))
+                b_max_2 = tl.max(tl.where((a_8 < 7)[None, :, None], b_max, float("-inf")), axis=1, keep_dims=True)
+                # scores [128, 1, 1]
+                o_scores = i_r * s_scores_r + o_p[:, None, None]
+                m_scores = m_p[:, None, None]
+                tl.store(w_scores + o_scores, b_max_2.to(w_scores.dtype.element_ty), mask=m_scores)
+    else:
+        u_i_t = tl.program_id(0) - n_rows
+        for i_head in tl.range(tl.program_id(1), 1, tl.num_programs(1)):
+            u_i_h = tl.cast(i_head, tl.int64)
+            u_slot = tl.load(p_loc + u_i_t).to(tl.int64)
+            if (u_slot >= 0) & (u_slot % 48 == 47):
+                u_i_page = u_slot // 48
+                u_a_64 = tl.arange(0, 64)
+                # k [1, 48, 64]
+                u_o_k = ((u_i_page * 48) + u_a_64[None, :, None]) * s_k_t + u_i_h * s_k_h + u_a_64[None, None, :]
+                u_m_k = (u_a_64 < 48)[None, :, None]
+                u_b_k = tl.load(p_k + u_o_k, mask=u_m_k, other=0.0)
+                u_b_k_f32 = u_b_k.to(tl.float32)
+                u_b_k_scaled = u_b_k_f32 * 0.5
+                u_b_cmax = tl.where(u_b_k_scaled == u_b_k_scaled, u_b_k_scaled, float("-inf"))
+                u_b_cmax_2 = tl.max(tl.where((u_a_64 < 48)[None, :, None], u_b_cmax, float("-inf")), axis=1, keep_dims=True)
+                u_b_cmin = tl.where(u_b_k_scaled == u_b_k_scaled, u_b_k_scaled, float("inf"))
+                u_b_cmin_2 = tl.min(tl.where((u_a_64 < 48)[None, :, None], u_b_cmin, float("inf")), axis=1, keep_dims=True)
+                # k_max [1, 1, 64]
+                u_o_k_max = ((u_i_page * 1 + u_i_h) * 64) + u_a_64[None, None, :]
+                tl.store(f_k_max + u_o_k_max, u_b_cmax_2.to(f_k_max.dtype.element_ty))
+                # k_min [1, 1, 64]
+                u_o_k_min = ((u_i_page * 1 + u_i_h) * 64) + u_a_64[None, None, :]
+                tl.store(f_k_min + u_o_k_min, u_b_cmin_2.to(f_k_min.dtype.element_ty))

@@ -27,34 +27,33 @@ def update(
     i_t = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
     slot = tl.load(p_loc + i_t).to(tl.int64)
-    if (slot < 0) | (slot % 16 != 15):
-        return
-    i_page = slot // 16
-    a_16 = tl.arange(0, 16)
-    a_128 = tl.arange(0, 128)
-    # k [1, 16, 96]
-    o_k = ((i_page * 16) + a_16[None, :, None]) * s_k_t + i_h * s_k_h + a_128[None, None, :]
-    m_k = (a_128 < 96)[None, None, :]
-    b_k = tl.load(p_k + o_k, mask=m_k, other=0.0)
-    b_k_f32 = b_k.to(tl.float32)
-    b_cmax = tl.where(b_k_f32 == b_k_f32, b_k_f32, float("-inf"))
-    b_cmax_2 = tl.max(b_cmax, axis=1, keep_dims=True)
-    b_cmin = tl.where(b_k_f32 == b_k_f32, b_k_f32, float("inf"))
-    b_cmin_2 = tl.min(b_cmin, axis=1, keep_dims=True)
-    # k_max [1, 1, 96]
-    o_k_max = ((i_page * 2 + i_h) * 96) + a_128[None, None, :]
-    m_k_max = (a_128 < 96)[None, None, :]
-    field_scale = tl.load(p_field_scales + i_h)
-    count_saturated(p_saturated, tl.where(m_k_max, b_cmax_2, 0.0), field_scale, "up")
-    tl.store(f_k_max + o_k_max, encode(b_cmax_2, field_scale, "up"), mask=m_k_max)
-    # k_min [1, 1, 96]
-    o_k_min = ((i_page * 2 + i_h) * 96) + a_128[None, None, :]
-    m_k_min = (a_128 < 96)[None, None, :]
-    count_saturated(p_saturated, tl.where(m_k_min, b_cmin_2, 0.0), field_scale, "down")
-    tl.store(f_k_min + o_k_min, encode(b_cmin_2, field_scale, "down"), mask=m_k_min)
+    if (slot >= 0) & (slot % 16 == 15):
+        i_page = slot // 16
+        a_16 = tl.arange(0, 16)
+        a_128 = tl.arange(0, 128)
+        # k [1, 16, 96]
+        o_k = ((i_page * 16) + a_16[None, :, None]) * s_k_t + i_h * s_k_h + a_128[None, None, :]
+        m_k = (a_128 < 96)[None, None, :]
+        b_k = tl.load(p_k + o_k, mask=m_k, other=0.0)
+        b_k_f32 = b_k.to(tl.float32)
+        b_cmax = tl.where(b_k_f32 == b_k_f32, b_k_f32, float("-inf"))
+        b_cmax_2 = tl.max(b_cmax, axis=1, keep_dims=True)
+        b_cmin = tl.where(b_k_f32 == b_k_f32, b_k_f32, float("inf"))
+        b_cmin_2 = tl.min(b_cmin, axis=1, keep_dims=True)
+        # k_max [1, 1, 96]
+        o_k_max = ((i_page * 2 + i_h) * 96) + a_128[None, None, :]
+        m_k_max = (a_128 < 96)[None, None, :]
+        field_scale = tl.load(p_field_scales + i_h)
+        count_saturated(p_saturated, tl.where(m_k_max, b_cmax_2, 0.0), field_scale, "up")
+        tl.store(f_k_max + o_k_max, encode(b_cmax_2, field_scale, "up"), mask=m_k_max)
+        # k_min [1, 1, 96]
+        o_k_min = ((i_page * 2 + i_h) * 96) + a_128[None, None, :]
+        m_k_min = (a_128 < 96)[None, None, :]
+        count_saturated(p_saturated, tl.where(m_k_min, b_cmin_2, 0.0), field_scale, "down")
+        tl.store(f_k_min + o_k_min, encode(b_cmin_2, field_scale, "down"), mask=m_k_min)
 
 
-@triton.jit(do_not_specialize=["s_page_table", "width", "s_scores_r", "s_scores_lane"])
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_scores_r", "s_scores_lane"])
 def score(
     p_page_table,
     p_seq_lens,
@@ -65,6 +64,8 @@ def score(
     w_scores,
     s_page_table,
     width,
+    full_pages,
+    dense_below,
     s_q_b,
     s_q_h,
     s_scores_r,
@@ -75,45 +76,150 @@ def score(
     i_r = tl.program_id(0).to(tl.int64)
     i_b = i_r // 2
     i_h = i_r % 2
-    n_pages = (tl.load(p_seq_lens + i_b).to(tl.int64) + 15) // 16
+    seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)
+    n_pages = (seq_len + 15) // 16
     i_end = tl.minimum(n_pages, width) - 1
-    if tl.program_id(1) * 64 >= i_end:
-        return
-    a_4 = tl.arange(0, 4)
-    a_128 = tl.arange(0, 128)
-    # q [1, 4, 96]
-    o_q = i_b * s_q_b + (i_h * 4 + a_4[None, :, None]) * s_q_h + a_128[None, None, :]
-    m_q = (a_128 < 96)[None, None, :]
-    b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
-    b_q_f32 = b_q.to(tl.float32)
-    b_mean = tl.sum(b_q_f32, axis=1, keep_dims=True) / 4.0
-    b_positivepart = (tl.where(b_mean > 0, b_mean, 0.0)).to(b_mean.dtype)
-    field_scale = tl.load(p_field_scales + i_h)
-    b_gemm_scaled_to_fp16, b_gemm_scaled_to_fp16_2 = scaled_to_fp16(tl.where((a_128 < 96)[None, None, :], b_positivepart, 0.0))
-    b_gemm_parts_in_rows = parts_in_rows(b_gemm_scaled_to_fp16, 8, tl.float16)
-    b_negativepart = (tl.where(b_mean < 0, b_mean, 0.0)).to(b_mean.dtype)
-    b_gemm_scaled_to_fp16_3, b_gemm_scaled_to_fp16_4 = scaled_to_fp16(tl.where((a_128 < 96)[None, None, :], b_negativepart, 0.0))
-    b_gemm_parts_in_rows_2 = parts_in_rows(b_gemm_scaled_to_fp16_3, 8, tl.float16)
-    for i_p in tl.range(tl.program_id(1) * 64, i_end, tl.num_programs(1) * 64, num_stages=2):
-        o_p = i_p + tl.arange(0, 64)
-        m_p = (o_p >= 1) & (o_p < i_end)
-        i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
-        # k_max [64, 96]
-        o_k_max = ((i_page * 2 + i_h) * 96)[:, None] + a_128[None, :]
-        m_k_max = m_p[:, None] & (a_128 < 96)[None, :]
-        b_k_max_codes = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0)
-        b_k_max_rows = unscaled(b_k_max_codes)
-        b_k_max = b_k_max_rows[:, None, :]
-        b_gemm = tl.reshape(tl.sum(tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_2 * field_scale
-        # k_min [64, 96]
-        o_k_min = ((i_page * 2 + i_h) * 96)[:, None] + a_128[None, :]
-        m_k_min = m_p[:, None] & (a_128 < 96)[None, :]
-        b_k_min_codes = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0)
-        b_k_min_rows = unscaled(b_k_min_codes)
-        b_k_min = b_k_min_rows[:, None, :]
-        b_gemm_2 = tl.reshape(tl.sum(tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_4 * field_scale
-        b_add = b_gemm + b_gemm_2
-        # scores [64, 1, 1]
-        o_scores = i_r * s_scores_r + o_p[:, None, None]
-        m_scores = m_p[:, None, None]
-        tl.store(w_scores + o_scores, b_add.to(w_scores.dtype.element_ty), mask=m_scores)
+    in_full = (n_pages <= full_pages) | (seq_len <= dense_below)
+    if (tl.program_id(1) * 64 < i_end) & ~in_full:
+        a_4 = tl.arange(0, 4)
+        a_128 = tl.arange(0, 128)
+        # q [1, 4, 96]
+        o_q = i_b * s_q_b + (i_h * 4 + a_4[None, :, None]) * s_q_h + a_128[None, None, :]
+        m_q = (a_128 < 96)[None, None, :]
+        b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
+        b_q_f32 = b_q.to(tl.float32)
+        b_mean = tl.sum(b_q_f32, axis=1, keep_dims=True) / 4.0
+        b_positivepart = (tl.where(b_mean > 0, b_mean, 0.0)).to(b_mean.dtype)
+        field_scale = tl.load(p_field_scales + i_h)
+        b_gemm_scaled_to_fp16, b_gemm_scaled_to_fp16_2 = scaled_to_fp16(tl.where((a_128 < 96)[None, None, :], b_positivepart, 0.0))
+        b_gemm_parts_in_rows = parts_in_rows(b_gemm_scaled_to_fp16, 8, tl.float16)
+        b_negativepart = (tl.where(b_mean < 0, b_mean, 0.0)).to(b_mean.dtype)
+        b_gemm_scaled_to_fp16_3, b_gemm_scaled_to_fp16_4 = scaled_to_fp16(tl.where((a_128 < 96)[None, None, :], b_negativepart, 0.0))
+        b_gemm_parts_in_rows_2 = parts_in_rows(b_gemm_scaled_to_fp16_3, 8, tl.float16)
+        for i_p in tl.range(tl.program_id(1) * 64, i_end, tl.num_programs(1) * 64, num_stages=2):
+            o_p = i_p + tl.arange(0, 64)
+            m_p = (o_p >= 1) & (o_p < i_end)
+            i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
+            # k_max [64, 96]
+            o_k_max = ((i_page * 2 + i_h) * 96)[:, None] + a_128[None, :]
+            m_k_max = m_p[:, None] & (a_128 < 96)[None, :]
+            b_k_max_codes = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0)
+            b_k_max_rows = unscaled(b_k_max_codes)
+            b_k_max = b_k_max_rows[:, None, :]
+            b_gemm = tl.reshape(tl.sum(tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_2 * field_scale
+            # k_min [64, 96]
+            o_k_min = ((i_page * 2 + i_h) * 96)[:, None] + a_128[None, :]
+            m_k_min = m_p[:, None] & (a_128 < 96)[None, :]
+            b_k_min_codes = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0)
+            b_k_min_rows = unscaled(b_k_min_codes)
+            b_k_min = b_k_min_rows[:, None, :]
+            b_gemm_2 = tl.reshape(tl.sum(tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_4 * field_scale
+            b_add = b_gemm + b_gemm_2
+            # scores [64, 1, 1]
+            o_scores = i_r * s_scores_r + o_p[:, None, None]
+            m_scores = m_p[:, None, None]
+            tl.store(w_scores + o_scores, b_add.to(w_scores.dtype.element_ty), mask=m_scores)
+
+
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_scores_r", "s_scores_lane", "n_rows"])
+def score_and_update(
+    p_page_table,
+    p_seq_lens,
+    p_q,
+    f_k_max,
+    p_field_scales,
+    f_k_min,
+    w_scores,
+    p_loc,
+    p_k,
+    p_saturated,
+    s_page_table,
+    width,
+    full_pages,
+    dense_below,
+    s_q_b,
+    s_q_h,
+    s_scores_r,
+    s_scores_lane,
+    s_k_t,
+    s_k_h,
+    n_rows,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    if tl.program_id(0) < n_rows:
+        i_r = tl.program_id(0).to(tl.int64)
+        i_b = i_r // 2
+        i_h = i_r % 2
+        seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)
+        n_pages = (seq_len + 15) // 16
+        i_end = tl.minimum(n_pages, width) - 1
+        in_full = (n_pages <= full_pages) | (seq_len <= dense_below)
+        if (tl.program_id(1) * 64 < i_end) & ~in_full:
+            a_4 = tl.arange(0, 4)
+            a_128 = tl.arange(0, 128)
+            # q [1, 4, 96]
+            o_q = i_b * s_q_b + (i_h * 4 + a_4[None, :, None]) * s_q_h + a_128[None, None, :]
+            m_q = (a_128 < 96)[None, None, :]
+            b_q = tl.load(p_q + o_q, mask=m_q, other=0.0)
+            b_q_f32 = b_q.to(tl.float32)
+            b_mean = tl.sum(b_q_f32, axis=1, keep_dims=True) / 4.0
+            b_positivepart = (tl.where(b_mean > 0, b_mean, 0.0)).to(b_mean.dtype)
+            field_scale = tl.load(p_field_scales + i_h)
+            b_gemm_scaled_to_fp16, b_gemm_scaled_to_fp16_2 = scaled_to_fp16(tl.where((a_128 < 96)[None, None, :], b_positivepart, 0.0))
+            b_gemm_parts_in_rows = parts_in_rows(b_gemm_scaled_to_fp16, 8, tl.float16)
+            b_negativepart = (tl.where(b_mean < 0, b_mean, 0.0)).to(b_mean.dtype)
+            b_gemm_scaled_to_fp16_3, b_gemm_scaled_to_fp16_4 = scaled_to_fp16(tl.where((a_128 < 96)[None, None, :], b_negativepart, 0.0))
+            b_gemm_parts_in_rows_2 = parts_in_rows(b_gemm_scaled_to_fp16_3, 8, tl.float16)
+            for i_p in tl.range(tl.program_id(1) * 64, i_end, tl.num_programs(1) * 64, num_stages=2):
+                o_p = i_p + tl.arange(0, 64)
+                m_p = (o_p >= 1) & (o_p < i_end)
+                i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
+                # k_max [64, 96]
+                o_k_max = ((i_page * 2 + i_h) * 96)[:, None] + a_128[None, :]
+                m_k_max = m_p[:, None] & (a_128 < 96)[None, :]
+                b_k_max_codes = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0)
+                b_k_max_rows = unscaled(b_k_max_codes)
+                b_k_max = b_k_max_rows[:, None, :]
+                b_gemm = tl.reshape(tl.sum(tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_2 * field_scale
+                # k_min [64, 96]
+                o_k_min = ((i_page * 2 + i_h) * 96)[:, None] + a_128[None, :]
+                m_k_min = m_p[:, None] & (a_128 < 96)[None, :]
+                b_k_min_codes = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0)
+                b_k_min_rows = unscaled(b_k_min_codes)
+                b_k_min = b_k_min_rows[:, None, :]
+                b_gemm_2 = tl.reshape(tl.sum(tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_4 * field_scale
+                b_add = b_gemm + b_gemm_2
+                # scores [64, 1, 1]
+                o_scores = i_r * s_scores_r + o_p[:, None, None]
+                m_scores = m_p[:, None, None]
+                tl.store(w_scores + o_scores, b_add.to(w_scores.dtype.element_ty), mask=m_scores)
+    else:
+        u_i_t = tl.program_id(0) - n_rows
+        for i_head in tl.range(tl.program_id(1), 2, tl.num_programs(1)):
+            u_i_h = tl.cast(i_head, tl.int64)
+            u_slot = tl.load(p_loc + u_i_t).to(tl.int64)
+            if (u_slot >= 0) & (u_slot % 16 == 15):
+                u_i_page = u_slot // 16
+                u_a_16 = tl.arange(0, 16)
+                u_a_128 = tl.arange(0, 128)
+                # k [1, 16, 96]
+                u_o_k = ((u_i_page * 16) + u_a_16[None, :, None]) * s_k_t + u_i_h * s_k_h + u_a_128[None, None, :]
+                u_m_k = (u_a_128 < 96)[None, None, :]
+                u_b_k = tl.load(p_k + u_o_k, mask=u_m_k, other=0.0)
+                u_b_k_f32 = u_b_k.to(tl.float32)
+                u_b_cmax = tl.where(u_b_k_f32 == u_b_k_f32, u_b_k_f32, float("-inf"))
+                u_b_cmax_2 = tl.max(u_b_cmax, axis=1, keep_dims=True)
+                u_b_cmin = tl.where(u_b_k_f32 == u_b_k_f32, u_b_k_f32, float("inf"))
+                u_b_cmin_2 = tl.min(u_b_cmin, axis=1, keep_dims=True)
+                # k_max [1, 1, 96]
+                u_o_k_max = ((u_i_page * 2 + u_i_h) * 96) + u_a_128[None, None, :]
+                u_m_k_max = (u_a_128 < 96)[None, None, :]
+                u_field_scale = tl.load(p_field_scales + u_i_h)
+                count_saturated(p_saturated, tl.where(u_m_k_max, u_b_cmax_2, 0.0), u_field_scale, "up")
+                tl.store(f_k_max + u_o_k_max, encode(u_b_cmax_2, u_field_scale, "up"), mask=u_m_k_max)
+                # k_min [1, 1, 96]
+                u_o_k_min = ((u_i_page * 2 + u_i_h) * 96) + u_a_128[None, None, :]
+                u_m_k_min = (u_a_128 < 96)[None, None, :]
+                count_saturated(p_saturated, tl.where(u_m_k_min, u_b_cmin_2, 0.0), u_field_scale, "down")
+                tl.store(f_k_min + u_o_k_min, encode(u_b_cmin_2, u_field_scale, "down"), mask=u_m_k_min)

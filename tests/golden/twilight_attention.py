@@ -24,28 +24,27 @@ def update(
     i_t = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
     slot = tl.load(p_loc + i_t).to(tl.int64)
-    if (slot < 0) | (slot % 16 != 15):
-        return
-    i_page = slot // 16
-    a_16 = tl.arange(0, 16)
-    a_128 = tl.arange(0, 128)
-    # k [1, 16, 128]
-    o_k = ((i_page * 16) + a_16[None, :, None]) * s_k_t + i_h * s_k_h + a_128[None, None, :]
-    b_k = tl.load(p_k + o_k)
-    b_k_f32 = b_k.to(tl.float32)
-    b_cmax = tl.where(b_k_f32 == b_k_f32, b_k_f32, float("-inf"))
-    b_cmax_2 = tl.max(b_cmax, axis=1, keep_dims=True)
-    b_cmin = tl.where(b_k_f32 == b_k_f32, b_k_f32, float("inf"))
-    b_cmin_2 = tl.min(b_cmin, axis=1, keep_dims=True)
-    # k_max [1, 1, 128]
-    o_k_max = ((i_page * 4 + i_h) * 128) + a_128[None, None, :]
-    tl.store(f_k_max + o_k_max, b_cmax_2.to(f_k_max.dtype.element_ty))
-    # k_min [1, 1, 128]
-    o_k_min = ((i_page * 4 + i_h) * 128) + a_128[None, None, :]
-    tl.store(f_k_min + o_k_min, b_cmin_2.to(f_k_min.dtype.element_ty))
+    if (slot >= 0) & (slot % 16 == 15):
+        i_page = slot // 16
+        a_16 = tl.arange(0, 16)
+        a_128 = tl.arange(0, 128)
+        # k [1, 16, 128]
+        o_k = ((i_page * 16) + a_16[None, :, None]) * s_k_t + i_h * s_k_h + a_128[None, None, :]
+        b_k = tl.load(p_k + o_k)
+        b_k_f32 = b_k.to(tl.float32)
+        b_cmax = tl.where(b_k_f32 == b_k_f32, b_k_f32, float("-inf"))
+        b_cmax_2 = tl.max(b_cmax, axis=1, keep_dims=True)
+        b_cmin = tl.where(b_k_f32 == b_k_f32, b_k_f32, float("inf"))
+        b_cmin_2 = tl.min(b_cmin, axis=1, keep_dims=True)
+        # k_max [1, 1, 128]
+        o_k_max = ((i_page * 4 + i_h) * 128) + a_128[None, None, :]
+        tl.store(f_k_max + o_k_max, b_cmax_2.to(f_k_max.dtype.element_ty))
+        # k_min [1, 1, 128]
+        o_k_min = ((i_page * 4 + i_h) * 128) + a_128[None, None, :]
+        tl.store(f_k_min + o_k_min, b_cmin_2.to(f_k_min.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["s_page_table", "width", "s_keepnucleus_in_r", "s_keepnucleus_in_lane"])
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_keepnucleus_in_r", "s_keepnucleus_in_lane"])
 def before_keepnucleus(
     p_page_table,
     p_seq_lens,
@@ -55,6 +54,8 @@ def before_keepnucleus(
     w_keepnucleus_in,
     s_page_table,
     width,
+    full_pages,
+    dense_below,
     s_q_b,
     s_q_h,
     s_keepnucleus_in_r,
@@ -65,42 +66,136 @@ def before_keepnucleus(
     i_r = tl.program_id(0).to(tl.int64)
     i_b = i_r // 4
     i_h = i_r % 4
-    n_pages = (tl.load(p_seq_lens + i_b).to(tl.int64) + 15) // 16
+    seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)
+    n_pages = (seq_len + 15) // 16
     i_end = tl.minimum(n_pages, width) - 1
-    if tl.program_id(1) * 64 >= i_end:
-        return
-    a_128 = tl.arange(0, 128)
-    # q [1, 1, 128]
-    o_q = i_b * s_q_b + i_h * s_q_h + a_128[None, None, :]
-    b_q = tl.load(p_q + o_q)
-    b_positivepart = (tl.where(b_q > 0, b_q, 0.0)).to(b_q.dtype)
-    b_positivepart_f32 = b_positivepart.to(tl.float32)
-    b_gemm_scaled_to_fp16, b_gemm_scaled_to_fp16_2 = scaled_to_fp16(b_positivepart_f32)
-    b_gemm_parts_in_rows = parts_in_rows(b_gemm_scaled_to_fp16, 8, tl.float16)
-    b_negativepart = (tl.where(b_q < 0, b_q, 0.0)).to(b_q.dtype)
-    b_negativepart_f32 = b_negativepart.to(tl.float32)
-    b_gemm_scaled_to_fp16_3, b_gemm_scaled_to_fp16_4 = scaled_to_fp16(b_negativepart_f32)
-    b_gemm_parts_in_rows_2 = parts_in_rows(b_gemm_scaled_to_fp16_3, 8, tl.float16)
-    for i_p in tl.range(tl.program_id(1) * 64, i_end, tl.num_programs(1) * 64, num_stages=2):
-        o_p = i_p + tl.arange(0, 64)
-        m_p = (o_p >= 1) & (o_p < i_end)
-        i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
-        # k_max [64, 128]
-        o_k_max = ((i_page * 4 + i_h) * 128)[:, None] + a_128[None, :]
-        m_k_max = m_p[:, None]
-        b_k_max_rows = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0.0)
-        b_k_max = b_k_max_rows[:, None, :]
-        b_gemm = tl.reshape(tl.sum(tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_2
-        # k_min [64, 128]
-        o_k_min = ((i_page * 4 + i_h) * 128)[:, None] + a_128[None, :]
-        m_k_min = m_p[:, None]
-        b_k_min_rows = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0.0)
-        b_k_min = b_k_min_rows[:, None, :]
-        b_gemm_2 = tl.reshape(tl.sum(tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_4
-        b_add = b_gemm + b_gemm_2
-        b_max = tl.where(b_add == b_add, b_add, float("-inf"))
-        b_max_2 = tl.max(b_max, axis=1, keep_dims=True)
-        # keepnucleus_in [64, 1, 1]
-        o_keepnucleus_in = i_r * s_keepnucleus_in_r + o_p[:, None, None]
-        m_keepnucleus_in = m_p[:, None, None]
-        tl.store(w_keepnucleus_in + o_keepnucleus_in, b_max_2.to(w_keepnucleus_in.dtype.element_ty), mask=m_keepnucleus_in)
+    in_full = (n_pages <= full_pages) | (seq_len <= dense_below)
+    if (tl.program_id(1) * 64 < i_end) & ~in_full:
+        a_128 = tl.arange(0, 128)
+        # q [1, 1, 128]
+        o_q = i_b * s_q_b + i_h * s_q_h + a_128[None, None, :]
+        b_q = tl.load(p_q + o_q)
+        b_positivepart = (tl.where(b_q > 0, b_q, 0.0)).to(b_q.dtype)
+        b_positivepart_f32 = b_positivepart.to(tl.float32)
+        b_gemm_scaled_to_fp16, b_gemm_scaled_to_fp16_2 = scaled_to_fp16(b_positivepart_f32)
+        b_gemm_parts_in_rows = parts_in_rows(b_gemm_scaled_to_fp16, 8, tl.float16)
+        b_negativepart = (tl.where(b_q < 0, b_q, 0.0)).to(b_q.dtype)
+        b_negativepart_f32 = b_negativepart.to(tl.float32)
+        b_gemm_scaled_to_fp16_3, b_gemm_scaled_to_fp16_4 = scaled_to_fp16(b_negativepart_f32)
+        b_gemm_parts_in_rows_2 = parts_in_rows(b_gemm_scaled_to_fp16_3, 8, tl.float16)
+        for i_p in tl.range(tl.program_id(1) * 64, i_end, tl.num_programs(1) * 64, num_stages=2):
+            o_p = i_p + tl.arange(0, 64)
+            m_p = (o_p >= 1) & (o_p < i_end)
+            i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
+            # k_max [64, 128]
+            o_k_max = ((i_page * 4 + i_h) * 128)[:, None] + a_128[None, :]
+            m_k_max = m_p[:, None]
+            b_k_max_rows = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0.0)
+            b_k_max = b_k_max_rows[:, None, :]
+            b_gemm = tl.reshape(tl.sum(tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_2
+            # k_min [64, 128]
+            o_k_min = ((i_page * 4 + i_h) * 128)[:, None] + a_128[None, :]
+            m_k_min = m_p[:, None]
+            b_k_min_rows = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0.0)
+            b_k_min = b_k_min_rows[:, None, :]
+            b_gemm_2 = tl.reshape(tl.sum(tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_4
+            b_add = b_gemm + b_gemm_2
+            b_max = tl.where(b_add == b_add, b_add, float("-inf"))
+            b_max_2 = tl.max(b_max, axis=1, keep_dims=True)
+            # keepnucleus_in [64, 1, 1]
+            o_keepnucleus_in = i_r * s_keepnucleus_in_r + o_p[:, None, None]
+            m_keepnucleus_in = m_p[:, None, None]
+            tl.store(w_keepnucleus_in + o_keepnucleus_in, b_max_2.to(w_keepnucleus_in.dtype.element_ty), mask=m_keepnucleus_in)
+
+
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_keepnucleus_in_r", "s_keepnucleus_in_lane", "n_rows"])
+def before_keepnucleus_and_update(
+    p_page_table,
+    p_seq_lens,
+    p_q,
+    f_k_max,
+    f_k_min,
+    w_keepnucleus_in,
+    p_loc,
+    p_k,
+    s_page_table,
+    width,
+    full_pages,
+    dense_below,
+    s_q_b,
+    s_q_h,
+    s_keepnucleus_in_r,
+    s_keepnucleus_in_lane,
+    s_k_t,
+    s_k_h,
+    n_rows,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    if tl.program_id(0) < n_rows:
+        i_r = tl.program_id(0).to(tl.int64)
+        i_b = i_r // 4
+        i_h = i_r % 4
+        seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)
+        n_pages = (seq_len + 15) // 16
+        i_end = tl.minimum(n_pages, width) - 1
+        in_full = (n_pages <= full_pages) | (seq_len <= dense_below)
+        if (tl.program_id(1) * 64 < i_end) & ~in_full:
+            a_128 = tl.arange(0, 128)
+            # q [1, 1, 128]
+            o_q = i_b * s_q_b + i_h * s_q_h + a_128[None, None, :]
+            b_q = tl.load(p_q + o_q)
+            b_positivepart = (tl.where(b_q > 0, b_q, 0.0)).to(b_q.dtype)
+            b_positivepart_f32 = b_positivepart.to(tl.float32)
+            b_gemm_scaled_to_fp16, b_gemm_scaled_to_fp16_2 = scaled_to_fp16(b_positivepart_f32)
+            b_gemm_parts_in_rows = parts_in_rows(b_gemm_scaled_to_fp16, 8, tl.float16)
+            b_negativepart = (tl.where(b_q < 0, b_q, 0.0)).to(b_q.dtype)
+            b_negativepart_f32 = b_negativepart.to(tl.float32)
+            b_gemm_scaled_to_fp16_3, b_gemm_scaled_to_fp16_4 = scaled_to_fp16(b_negativepart_f32)
+            b_gemm_parts_in_rows_2 = parts_in_rows(b_gemm_scaled_to_fp16_3, 8, tl.float16)
+            for i_p in tl.range(tl.program_id(1) * 64, i_end, tl.num_programs(1) * 64, num_stages=2):
+                o_p = i_p + tl.arange(0, 64)
+                m_p = (o_p >= 1) & (o_p < i_end)
+                i_page = tl.load(p_page_table + i_b * s_page_table + o_p, mask=m_p, other=0).to(tl.int64)
+                # k_max [64, 128]
+                o_k_max = ((i_page * 4 + i_h) * 128)[:, None] + a_128[None, :]
+                m_k_max = m_p[:, None]
+                b_k_max_rows = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0.0)
+                b_k_max = b_k_max_rows[:, None, :]
+                b_gemm = tl.reshape(tl.sum(tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_2
+                # k_min [64, 128]
+                o_k_min = ((i_page * 4 + i_h) * 128)[:, None] + a_128[None, :]
+                m_k_min = m_p[:, None]
+                b_k_min_rows = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0.0)
+                b_k_min = b_k_min_rows[:, None, :]
+                b_gemm_2 = tl.reshape(tl.sum(tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_4
+                b_add = b_gemm + b_gemm_2
+                b_max = tl.where(b_add == b_add, b_add, float("-inf"))
+                b_max_2 = tl.max(b_max, axis=1, keep_dims=True)
+                # keepnucleus_in [64, 1, 1]
+                o_keepnucleus_in = i_r * s_keepnucleus_in_r + o_p[:, None, None]
+                m_keepnucleus_in = m_p[:, None, None]
+                tl.store(w_keepnucleus_in + o_keepnucleus_in, b_max_2.to(w_keepnucleus_in.dtype.element_ty), mask=m_keepnucleus_in)
+    else:
+        u_i_t = tl.program_id(0) - n_rows
+        for i_head in tl.range(tl.program_id(1), 4, tl.num_programs(1)):
+            u_i_h = tl.cast(i_head, tl.int64)
+            u_slot = tl.load(p_loc + u_i_t).to(tl.int64)
+            if (u_slot >= 0) & (u_slot % 16 == 15):
+                u_i_page = u_slot // 16
+                u_a_16 = tl.arange(0, 16)
+                u_a_128 = tl.arange(0, 128)
+                # k [1, 16, 128]
+                u_o_k = ((u_i_page * 16) + u_a_16[None, :, None]) * s_k_t + u_i_h * s_k_h + u_a_128[None, None, :]
+                u_b_k = tl.load(p_k + u_o_k)
+                u_b_k_f32 = u_b_k.to(tl.float32)
+                u_b_cmax = tl.where(u_b_k_f32 == u_b_k_f32, u_b_k_f32, float("-inf"))
+                u_b_cmax_2 = tl.max(u_b_cmax, axis=1, keep_dims=True)
+                u_b_cmin = tl.where(u_b_k_f32 == u_b_k_f32, u_b_k_f32, float("inf"))
+                u_b_cmin_2 = tl.min(u_b_cmin, axis=1, keep_dims=True)
+                # k_max [1, 1, 128]
+                u_o_k_max = ((u_i_page * 4 + u_i_h) * 128) + u_a_128[None, None, :]
+                tl.store(f_k_max + u_o_k_max, u_b_cmax_2.to(f_k_max.dtype.element_ty))
+                # k_min [1, 1, 128]
+                u_o_k_min = ((u_i_page * 4 + u_i_h) * 128) + u_a_128[None, None, :]
+                tl.store(f_k_min + u_o_k_min, u_b_cmin_2.to(f_k_min.dtype.element_ty))
