@@ -19,6 +19,7 @@ from flowlib.core.errors import BackendError, OptionError
 from flowlib.sglang import PLUGIN_NAME
 from flowlib.sglang.ledger import check_version
 from flowlib.sglang.options import FlowConfig
+from flowlib.sglang.refusals import refuse_normaliser
 from flowlib.sglang.setup import build_flow, options_of
 
 
@@ -40,6 +41,7 @@ def serve_command(
     _refuse_arguments(flow, arguments)
     config = _config(flow_config, said)
     built = build_flow(flow, config)
+    refuse_normaliser(flow, built)
     command = [_program(), "serve", *arguments, "--flow", flow]
     if config != FlowConfig():
         command += ["--flow-config", config.to_json()]

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.arg_utils import A, Arg
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.model_config import is_minimax_sparse
 from sglang.srt.server_args import ServerArgs
 
 from flowlib.core.errors import OptionError
@@ -69,6 +71,7 @@ def choose_defaults(args: Any) -> int:
     ledger.check_hooks()
     config = FlowConfig.parse(args.flow_config)
     flow = build_flow(args.flow, config)
+    refusals.refuse_normaliser(args.flow, flow)
     args.flow_config = config.to_json()
     _choose_backend(args)
     refusals.refuse_flags(args)
@@ -102,7 +105,9 @@ def check_resolved(args: Any, page_size: int) -> None:
             f"{args.get_attention_backends()[0]!r}: give that --page-size, or another --prefill-attention-backend"
         )
     refusals.refuse_flags(args)
-    refusals.refuse_model(args.get_model_config())
+    model = args.get_model_config()
+    refusals.refuse_model(model)
+    refusals.refuse_hybrid(model, mambaish_config(model) is not None, is_minimax_sparse(model.hf_config))
     refusals.refuse_chunks(args.chunked_prefill_size, args.page_size)
     config = FlowConfig.parse(args.flow_config)
     setup = FlowSetup(args.flow, config, facts_from_args(args))

@@ -34,8 +34,8 @@ class FlowFields(_Pool):
     def _create_buffers(self) -> None:
         from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
-        super()._create_buffers()
         self._check_layout()
+        super()._create_buffers()
         pages = (self.size + self.page_size) // self.page_size
         plan = self.flow_setup.plan
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):

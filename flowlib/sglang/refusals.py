@@ -10,6 +10,7 @@ from typing import Any
 
 from flowlib.compiler.verify import refuse_shared_state
 from flowlib.core.errors import BackendError, OptionError
+from flowlib.ops import Softmax
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ FLAGS = (
     Refusal(lambda a: a.enable_hierarchical_cache, "--enable-hierarchical-cache", MISSES_WRITES),
     Refusal(lambda a: a.enable_lmcache, "--enable-lmcache", MISSES_WRITES),
     Refusal(lambda a: a.enable_flexkv, "--enable-flexkv", MISSES_WRITES),
+    Refusal(lambda a: a.radix_cache_backend, "--radix-cache-backend", MISSES_WRITES),
     Refusal(lambda a: a.disaggregation_mode != "null", "--disaggregation-mode", MISSES_WRITES),
     Refusal(lambda a: a.enable_page_major_kv_layout, "--enable-page-major-kv-layout", "the flow reads the layout NHD"),
     Refusal(lambda a: a.enable_unified_memory, "--enable-unified-memory", "the flow keeps its fields in its own pool"),
@@ -73,6 +75,11 @@ MODELS = (
     Refusal(lambda m: m.is_hybrid_swa, "hybrid sliding-window layers", "they keep two pools"),
     Refusal(lambda m: m.has_attention_sinks, "attention sinks", "they add a term to the softmax"),
     Refusal(lambda m: m.attention_chunk_size, "chunked attention", "a token does not see its whole row"),
+    Refusal(
+        lambda m: getattr(m.hf_config, "dual_chunk_attention_config", None),
+        "dual chunk attention",
+        "a key's position depends on the query's",
+    ),
 )
 
 LAYERS = (
@@ -81,6 +88,7 @@ LAYERS = (
     Refusal(lambda x: x.is_cross_attention, "cross attention", "it reads no pages of the request"),
     Refusal(lambda x: x.attn_type.name != "DECODER", "non-causal attention", "a token sees later ones"),
     Refusal(lambda x: x.xai_temperature_len > 0, "a temperature by length", "the flow's softmax has none"),
+    Refusal(lambda x: x.pos_encoding_mode != "NONE", "positions added in attention", "the flow's softmax adds none"),
     Refusal(lambda x: x.use_irope, "interleaved RoPE with chunked attention", "a token does not see its whole row"),
     Refusal(lambda x: x.tp_k_head_num != x.tp_v_head_num, "unequal numbers of K and V heads", "pages hold both"),
 )
@@ -113,9 +121,42 @@ def refuse_model(config: Any) -> None:
             raise BackendError(f"{names} has {refusal.what}, which --flow can't serve: {refusal.why}")
 
 
+def refuse_hybrid(config: Any, recurrent: bool, own_sparse: bool) -> None:
+    """Raises a BackendError for a model whose layers do not all keep K and V of every token.
+
+    Args:
+        config: SGLang's model configuration.
+        recurrent: whether it has Mamba or linear attention layers.
+        own_sparse: whether its attention chooses tokens itself.
+    """
+    names = ", ".join(config.hf_config.architectures or ["the model"])
+    if recurrent:
+        raise BackendError(
+            f"{names} has recurrent layers (Mamba or linear attention), which --flow can't serve: they keep two pools"
+        )
+    if own_sparse:
+        raise BackendError(f"{names} has sparse attention of its own, which --flow can't serve: it keeps other pools")
+
+
+def refuse_normaliser(name: str, flow: Any) -> None:
+    """Raises an OptionError for a flow that attends with something else than softmax, as prefill does."""
+    attention = getattr(flow, "attention", None)
+    if attention is not None and not isinstance(attention, Softmax):
+        raise OptionError(
+            f"flow {name!r} attends with {type(attention).__name__}, which --flow can't serve: "
+            "the prefill backends and the merge of splits are softmax's"
+        )
+
+
 def refuse_layers(layers: Iterable[Any], head_dim: int, v_head_dim: int) -> None:
     """Raises a BackendError that names the first attention layer a flow can't serve, and why."""
+    seen: set[int] = set()
     for layer in layers:
+        if layer.layer_id in seen:
+            raise BackendError(
+                f"two attention layers have the id {layer.layer_id}, which --flow can't serve: they share K and V"
+            )
+        seen.add(layer.layer_id)
         for refusal in LAYERS:
             if refusal.wrong(layer):
                 raise BackendError(

@@ -20,6 +20,7 @@ TOUCHED = (
             "attention_backend prefill_attention_backend decode_attention_backend page_size chunked_prefill_size "
             "disable_radix_cache speculative_algorithm enable_mixed_chunk enable_hisparse enable_hierarchical_cache "
             "enable_lmcache enable_flexkv disaggregation_mode enable_page_major_kv_layout enable_unified_memory "
+            "radix_cache_backend quantization_param_path enable_torch_compile "
             "prefill_only_disable_kv_cache is_embedding dllm_algorithm dcp_size attn_cp_size enable_two_batch_overlap "
             "enable_pdmux kv_cache_dtype model_path tp_size dp_size pp_size enable_dp_attention device "
             "cuda_graph_config get_model_config get_attention_backends enable_metrics override"
@@ -94,6 +95,20 @@ TOUCHED = (
         "call",
         _STABLE,
         takes=("target", "hook", "hook_type"),
+    ),
+    Touch(
+        "sglang.srt.configs.hybrid_arch.mambaish_config",
+        "models with recurrent layers are refused",
+        "call",
+        _STABLE,
+        takes=("model_config",),
+    ),
+    Touch(
+        "sglang.srt.configs.model_config.is_minimax_sparse",
+        "models with sparse attention of their own are refused",
+        "call",
+        _STABLE,
+        takes=("config",),
     ),
     Touch("sglang.srt.plugins.hook_registry.HookType", "the hooks above", "read", _STABLE),
     Touch("sglang.srt.arg_groups.arg_utils.A", "annotations of the new fields", "call", _STABLE),
@@ -230,7 +245,7 @@ TOUCHED = (
         reads=_names(
             "layer_id scaling k_scale v_scale k_scale_float v_scale_float tp_q_head_num tp_k_head_num tp_v_head_num "
             "qk_head_dim v_head_dim logit_cap sliding_window_size is_cross_attention attn_type xai_temperature_len "
-            "use_irope"
+            "use_irope pos_encoding_mode"
         ),
     ),
     Touch(

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from flowlib.sglang.backend import FlowBackend
-from tests.sglang.pool_job import DIM, HEADS, PAGE, make
+from tests.sglang.pool_job import DIM, HEADS, PAGE, make, said_by
 
 CONTEXT, MAX_BATCH = 96, 3
 
@@ -71,6 +71,18 @@ def layers_of(model):
     return (model.first, model.second)
 
 
+def refusals(backend, layer, now):
+    """Calls that a flow can't serve, as models make them."""
+    q, k, v = inputs(0, len(now.seq_lens))
+    return {
+        "sinks": lambda: backend.forward_decode(q, k, v, layer, now, sinks=torch.zeros(6)),
+        "written elsewhere": lambda: backend.forward_decode(q, k, v, layer, now, save_kv_cache=False),
+        "another layer's": lambda: backend.forward_decode(q, None, None, layer, now),
+        "prefill": lambda: backend.forward_extend(q, k, v, layer, now),
+        "nothing given": lambda: backend.forward_decode(q, k, v, layer, now, sinks=None),
+    }
+
+
 def main():
     kernels, model = backend("triton")
     reference, other = backend("reference")
@@ -94,8 +106,10 @@ def main():
             worst = max(worst, float((found - wanted).abs().max()))
             buffers.add((layer.layer_id, kernels.step.output(kernels.setup.plan_for(layer)).o.data_ptr()))
     fill = kernels.get_cuda_graph_seq_len_fill_value()
+    refused = said_by(refusals(reference, layers_of(other)[0], now))
     counts = [kernels.counters.read(), reference.counters.read()]
-    print("ANSWER", json.dumps({"worst": worst, "buffers": len(buffers), "fill": fill, "counts": counts}))
+    answer = {"worst": worst, "buffers": len(buffers), "fill": fill, "counts": counts, "refused": refused}
+    print("ANSWER", json.dumps(answer))
 
 
 if __name__ == "__main__":

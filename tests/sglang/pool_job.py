@@ -1,12 +1,15 @@
 """Run by ``test_pool``: SGLang's real pool with flowlib's fields, without an engine; prints one JSON answer."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, PageMajorMHATokenToKVPool
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from flowlib.core.errors import BackendError
+from flowlib.sglang import hooks
 from flowlib.sglang.options import FlowConfig
 from flowlib.sglang.pool import pool_class
 from flowlib.sglang.setup import FlowSetup, ModelFacts
@@ -100,6 +103,55 @@ def refused():
         "other id": lambda: pool.set_kv_buffer(layer(0), loc, k, k, layer_id_override=1),
         "lost scale": lambda: eighth.set_kv_buffer(layer(0, 2.0), loc, k.bfloat16(), k.bfloat16()),
     }
+    return said_by(tries)
+
+
+def layouts():
+    """What is said to pools that do not hold K and V as ``[slots, kv heads, head_dim]`` of plain numbers."""
+    setup, _ = make(torch.bfloat16, torch.bfloat16)
+    numbers = {
+        "page_size": PAGE, "dtype": torch.bfloat16, "head_num": HEADS, "head_dim": DIM, "layer_num": 2, "device": "cpu",
+        "enable_memory_saver": False,
+    }
+
+    class Quantised(MHATokenToKVPool):
+        is_quantized_kv_cache = True
+
+    def hnd():
+        os.environ["SGLANG_USE_HND_KVCACHE"] = "1"
+        try:
+            pool_class(MHATokenToKVPool, setup)(PAGES * PAGE - PAGE, **numbers)
+        finally:
+            del os.environ["SGLANG_USE_HND_KVCACHE"]
+
+    tries = {
+        "hnd": hnd,
+        "vectorised": lambda: pool_class(MHATokenToKVPool, setup)(
+            PAGES * PAGE - PAGE, **numbers, kv_cache_layout="vectorized_5d"
+        ),
+        "page major": lambda: pool_class(PageMajorMHATokenToKVPool, setup)(PAGES * PAGE - PAGE, **numbers),
+        "quantised": lambda: pool_class(Quantised, setup)(PAGES * PAGE - PAGE, **numbers),
+        "size": lambda: pool_class(MHATokenToKVPool, setup)(PAGES * PAGE - 3, **numbers),
+        "heads": lambda: pool_class(MHATokenToKVPool, setup)(PAGES * PAGE - PAGE, **numbers | {"head_num": 1}),
+    }
+    return said_by(tries)
+
+
+def fused_writes():
+    """The hooks of models that write K and V inside their RoPE kernel, with and without a flow's pool."""
+    _, ours = make(torch.bfloat16, torch.bfloat16)
+    answers = {}
+    for name, pool in (("flow", ours), ("stock", SimpleNamespace())):
+        context = ForwardContext(attn_backend=SimpleNamespace(token_to_kv_pool=pool))
+        with forward_context(context):
+            enabled = hooks.enable_fused_set_kv_buffer(lambda *_: True, None)
+            said = said_by({"made": lambda: hooks.create_fused_set_kv_buffer_arg(lambda *_: "argument", None)})
+        answers[name] = [enabled, said["made"]]
+    return answers
+
+
+def said_by(tries):
+    """The message of the BackendError of each attempt; ``None`` where there was none."""
     said = {}
     for name, attempt in tries.items():
         try:
@@ -121,4 +173,5 @@ def memory():
 
 if __name__ == "__main__":
     answer = {"chunks": chunks_and_decode(), "float8": [float8(s) for s in (1.0, 0.03, 4.0)]}
-    print("ANSWER", json.dumps(answer | {"refused": refused(), "memory": memory(), "summaries": summaries()}))
+    answer |= {"refused": refused(), "layouts": layouts(), "fused": fused_writes()}
+    print("ANSWER", json.dumps(answer | {"memory": memory(), "summaries": summaries()}))

@@ -114,7 +114,16 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def answers(tiny_model):
+def hybrid_model(tmp_path_factory):
+    """Folder with the configuration of a model most of whose layers are linear attention."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    config = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 4}
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64, "torch_dtype": "float32"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_model, hybrid_model):
     """What becomes of each case, and of some good arguments, in one process."""
     good = {
         "defaults": _words(tiny_model, "--flow", QUEST),
@@ -125,6 +134,7 @@ def answers(tiny_model):
         "keyword text": _keywords(tiny_model, flow=QUEST, flow_config='{"top_k": 3}'),
         "state, no radix cache": _words(tiny_model, *CASES["state"][0], "--disable-radix-cache"),
         "no flow at all": _words(tiny_model),
+        "hybrid": _words(hybrid_model, "--flow", QUEST, "--disable-radix-cache"),
     }
     cases = {name: _words(tiny_model, *words) for name, (words, _) in CASES.items()} | good
     ended = run([sys.executable, "-c", CHECKS, json.dumps(list(cases.values()))], timeout=200)
@@ -152,6 +162,10 @@ def test_the_flow_chooses_backend_and_page_size_only_when_they_are_not_given(ans
 
 def test_without_a_flow_nothing_changes(answers):
     assert answers["no flow at all"]["args"] == [None, None, 1, None, "torch_native"]
+
+
+def test_a_hybrid_model_is_refused_before_its_weights_are_read(answers):
+    assert "Qwen3NextForCausalLM has recurrent layers (Mamba or linear attention)" in answers["hybrid"]["left"]
 
 
 def test_the_command_line_exits_non_zero_with_the_message(tiny_model):

@@ -33,3 +33,12 @@ def test_what_a_graph_counts_is_what_the_reference_counts(answer):
     assert kernels == reference
     assert kernels["pages_attended"] < kernels["pages_cached"]
     assert kernels["dense_steps"] + kernels["sparse_steps"] == 7, "of nine rows two are padded"
+
+
+def test_what_a_layer_asks_for_beyond_attention_is_refused(answer):
+    said = answer["refused"]
+    assert said["sinks"] == "layer 0 attends with sinks, which a flow can't serve"
+    for name in ("written elsewhere", "another layer's"):
+        assert said[name] == "layer 0 does not write its K and V through the pool, so a flow can't serve it"
+    assert said["prefill"] == "prefill reached the attention backend 'flowlib', which only decodes"
+    assert said["nothing given"] is None

@@ -42,6 +42,23 @@ def test_writes_that_would_leave_the_fields_behind_are_refused(answer):
     assert "layer 0 has an fp8 k_scale of 2.0" in said["lost scale"]
 
 
+def test_pools_of_another_layout_are_refused(answer):
+    said = answer["layouts"]
+    assert said["hnd"].startswith("SGLang's KV pool has the layout 'hnd', a flow reads 'nhd'")
+    assert said["vectorised"].startswith("SGLang's KV pool has the layout 'vectorized_5d'")
+    assert said["page major"].startswith("SGLang's KV pool has the layout 'page_major_layer_major'")
+    assert said["quantised"].startswith("SGLang's KV pool is block-quantised")
+    assert said["size"] == "SGLang's KV pool has 125 tokens, expected a multiple of 16"
+    assert "(16, 1, 64, 64, torch.bfloat16), expected (16, 2, 64, 64, torch.bfloat16)" in said["heads"]
+
+
+def test_keys_written_inside_rope_go_through_the_pool_or_are_refused(answer):
+    assert answer["fused"]["stock"] == [True, None]
+    enabled, said = answer["fused"]["flow"]
+    assert not enabled
+    assert said.startswith("this model writes K and V inside its RoPE kernel")
+
+
 def test_the_budget_is_told_what_the_fields_take(answer):
     memory = answer["memory"]
     assert memory["layers"] == [1], "dense layers keep no fields"

@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+import flowlib
 from flowlib.core.errors import BackendError, OptionError
+from flowlib.ops import Softmax
 from flowlib.sglang import refusals
 
 FINE_ARGS = {
@@ -14,6 +16,7 @@ FINE_ARGS = {
     "enable_hierarchical_cache": False,
     "enable_lmcache": False,
     "enable_flexkv": False,
+    "radix_cache_backend": None,
     "disaggregation_mode": "null",
     "enable_page_major_kv_layout": False,
     "enable_unified_memory": False,
@@ -35,6 +38,7 @@ FLAGS = [
     ("enable_hierarchical_cache", True, "--enable-hierarchical-cache"),
     ("enable_lmcache", True, "--enable-lmcache"),
     ("enable_flexkv", True, "--enable-flexkv"),
+    ("radix_cache_backend", "theirs", "--radix-cache-backend"),
     ("disaggregation_mode", "decode", "--disaggregation-mode"),
     ("enable_page_major_kv_layout", True, "--enable-page-major-kv-layout"),
     ("enable_unified_memory", True, "--enable-unified-memory"),
@@ -50,6 +54,8 @@ FLAGS = [
     ("kv_cache_dtype", "nvfp4", "--kv-cache-dtype"),
     ("kv_cache_dtype", "mxfp8", "--kv-cache-dtype"),
     ("kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype"),
+    ("kv_cache_dtype", "fp4_mx_block16", "--kv-cache-dtype"),
+    ("kv_cache_dtype", "fp4_e2m1", "--kv-cache-dtype"),
 ]
 FINE_LAYER = {
     "layer_id": 3,
@@ -58,6 +64,7 @@ FINE_LAYER = {
     "is_cross_attention": False,
     "attn_type": SimpleNamespace(name="DECODER"),
     "xai_temperature_len": -1,
+    "pos_encoding_mode": "NONE",
     "use_irope": False,
     "tp_k_head_num": 2,
     "tp_v_head_num": 2,
@@ -70,6 +77,7 @@ LAYERS = [
     ("is_cross_attention", True, "cross attention"),
     ("attn_type", SimpleNamespace(name="ENCODER_ONLY"), "non-causal attention"),
     ("xai_temperature_len", 1024, "a temperature by length"),
+    ("pos_encoding_mode", "ALIBI", "positions added in attention"),
     ("use_irope", True, "interleaved RoPE"),
     ("tp_v_head_num", 1, "unequal numbers of K and V heads"),
     ("qk_head_dim", 96, "heads of 96 and 64 (K and V), expected 64 and 64"),
@@ -88,6 +96,11 @@ MODELS = [
     ("is_hybrid_swa", True, "hybrid sliding-window layers"),
     ("has_attention_sinks", True, "attention sinks"),
     ("attention_chunk_size", 8192, "chunked attention"),
+    (
+        "hf_config",
+        SimpleNamespace(architectures=["SomeForCausalLM"], dual_chunk_attention_config={"chunk_size": 8192}),
+        "dual chunk attention",
+    ),
 ]
 
 
@@ -127,6 +140,40 @@ def test_layer_is_refused_by_its_id(name, value, feature):
         refusals.refuse_layers([SimpleNamespace(**FINE_LAYER | {name: value})], 64, 64)
     assert str(caught.value).startswith("layer 3 has ")
     assert feature in str(caught.value)
+
+
+def test_every_model_and_layer_fact_of_the_tables_is_tried():
+    models, layers = {feature for _, _, feature in MODELS}, [feature for _, _, feature in LAYERS]
+    assert {refusal.what for refusal in refusals.MODELS} == models
+    for refusal in refusals.LAYERS:
+        assert any(refusal.what.startswith(feature) for feature in layers), refusal.what
+
+
+def test_layers_that_share_keys_and_values_are_refused():
+    with pytest.raises(BackendError, match="two attention layers have the id 3, which --flow can't serve: they share"):
+        refusals.refuse_layers([SimpleNamespace(**FINE_LAYER)] * 2, 64, 64)
+
+
+def test_models_that_keep_more_than_one_pool_are_refused():
+    model = SimpleNamespace(**FINE_MODEL)
+    with pytest.raises(BackendError, match=r"^SomeForCausalLM has recurrent layers"):
+        refusals.refuse_hybrid(model, recurrent=True, own_sparse=False)
+    with pytest.raises(BackendError, match=r"^SomeForCausalLM has sparse attention of its own"):
+        refusals.refuse_hybrid(model, recurrent=False, own_sparse=True)
+    refusals.refuse_hybrid(model, recurrent=False, own_sparse=False)
+
+
+def test_a_normaliser_other_than_softmax_is_refused():
+    class Other:
+        """A normaliser."""
+
+    with pytest.raises(OptionError, match=r"^flow 'mine' attends with Other, which --flow can't serve"):
+        refusals.refuse_normaliser("mine", SimpleNamespace(attention=Other()))
+    refusals.refuse_normaliser("mine", SimpleNamespace(attention=Softmax()))
+    for name in flowlib.list_flows():
+        flow = flowlib.build(name)
+        if getattr(flow, "attention", None) is None:
+            refusals.refuse_normaliser(name, flow)
 
 
 def test_state_needs_the_radix_cache_off():
