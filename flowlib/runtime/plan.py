@@ -19,7 +19,7 @@ from flowlib.runtime.pool import KVStore, check_integers
 IMPLEMENTATIONS = ("reference", "triton")
 ATTEND = "flowlib.kernels.attend:launch_attend"
 ATTEND_MLA = "flowlib.kernels.attend_mla:launch_attend_mla"
-_ROW_MULTIPLE = 16  # columns: kernels read rows of buffers in vectors
+_ROW_MULTIPLE = 16  # columns: the selection reads rows of scores in vectors
 
 
 @dataclass
@@ -229,9 +229,9 @@ class Plan:
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        padded = -(-width // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        room = {self.program.selection.scores: -(-width // _ROW_MULTIPLE) * _ROW_MULTIPLE}
         work = {
-            n: empty(rows * heads, *b.shape, padded)[..., :width]
+            n: empty(rows * heads, *b.shape, room.get(n, width))[..., :width]
             if b.paged
             else empty(rows, heads * b.shape[0], b.shape[1])
             for n, b in self.program.buffers.items()

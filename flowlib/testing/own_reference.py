@@ -54,7 +54,8 @@ class ReferenceOracle(Oracle):
     def _row(self, q: torch.Tensor, pages: Pages, outputs: Sequence[Node]) -> list[torch.Tensor]:
         """Values ``[n, r, c]`` of the scored pages; reserved ones before them are copies of the first, not scored."""
         n, first = len(pages["position"]), int(pages["position"][0])
-        pages = {**pages, "latent": pages["k"]}
+        if "k" in pages:
+            pages = {**pages, "latent": pages["k"]}
         entries = torch.tensor([0] * first + list(range(n)))
 
         def leaf(node: Node) -> torch.Tensor:
