@@ -13,8 +13,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from flowlib.kernels.attend import _cut, _dot_types
+from flowlib.kernels.attend import _cut, _dot_types, _list_every
 from flowlib.kernels.entmax_tau import STATE, powers, solve_head
+from flowlib.kernels.lists import pages_of, tokens_of
 from flowlib.kernels.pdl import begin, options
 
 _HEAD_TILE = 16
@@ -36,26 +37,6 @@ MODES = {"exact": EXACT, "corrected": CORRECTED, "fixed": FIXED}
 _KIND = {1.5: 1, 2.0: 2}
 
 
-@triton.jit
-def _tokens_of(
-    p_pages, p_physical, p_table, o, last, n_list, n_row, PAGE: tl.constexpr, BT: tl.constexpr,
-    PHYSICAL: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """(positions, slots) of the tokens o .. o + BT - 1 of a list; those from `last` on are anything."""
-    if WHOLE:  # [BT / PAGE] pages, each once
-        o_i, o_in = o // PAGE + tl.arange(0, BT // PAGE), tl.arange(0, PAGE)[None, :]
-    else:  # [BT] pages, of every token
-        o_i, o_in = (o + tl.arange(0, BT)) // PAGE, ((o + tl.arange(0, BT)) % PAGE)[:, None]
-    m_i = o_i * PAGE < last
-    b_page = tl.load(p_pages + n_list + o_i, mask=m_i, other=0)
-    if PHYSICAL:  # then no load here waits for another one
-        b_physical = tl.load(p_physical + n_list + o_i, mask=m_i, other=0)
-    else:
-        b_physical = tl.load(p_table + n_row + b_page, mask=m_i, other=0)
-    b_pos = tl.reshape(b_page[:, None] * PAGE + o_in, [BT])
-    return b_pos, tl.reshape(b_physical.to(tl.int64)[:, None] * PAGE + o_in, [BT])
-
-
 @triton.jit(do_not_specialize=["W", "M", "bos", "eos", "n_steps", "s_table", "s_bound_row", "s_bound_lane"])
 def score_kernel(
     p_q, p_k, p_table, p_seq_lens, p_pages, p_physical, p_lengths, p_slopes, p_z, p_tile_max, p_active, p_state,
@@ -64,8 +45,8 @@ def score_kernel(
     H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, QK_TYPE: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr,
     BT: tl.constexpr, BW: tl.constexpr, LOOP: tl.constexpr, BN: tl.constexpr, FINEST: tl.constexpr,
-    KIND: tl.constexpr, MODE: tl.constexpr, SPLIT: tl.constexpr, PHYSICAL: tl.constexpr, WHOLE: tl.constexpr,
-    PDL: tl.constexpr,
+    KIND: tl.constexpr, MODE: tl.constexpr, EVERY: tl.constexpr, SELECTED: tl.constexpr, SPLIT: tl.constexpr,
+    PHYSICAL: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_tiles: tl.constexpr = (HEADS + BH - 1) // BH
     i_list, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
@@ -78,19 +59,25 @@ def score_kernel(
     o_hq = i_h * G + i_lane + o_g
     o_d0, o_d1 = tl.arange(0, D0), D0 + tl.arange(0, max(D1, 1))
 
-    begin(PDL)
+    if not SELECTED:
+        begin(PDL)
     seq_len = tl.minimum(tl.load(p_seq_lens + i_b), W * PAGE)
-    n_pages = tl.maximum(tl.minimum(tl.load(p_lengths + i_list), M), 0)
-    per_split = tl.cdiv(tl.cdiv(n_pages * PAGE, BT), n_splits) * BT
-    first = i_split * per_split
-    last = tl.minimum(first + per_split, n_pages * PAGE)
-
     p_q += i_b * s_q_b + o_hq[:, None] * s_q_h
     # [BH, D0]
     b_q0 = tl.load(p_q + o_d0[None, :], mask=m_g[:, None] & (o_d0 < D)[None, :], other=0.0).to(QK_TYPE)
     if D1 > 0:
         # [BH, D1]
         b_q1 = tl.load(p_q + o_d1[None, :], mask=m_g[:, None] & (o_d1 < D)[None, :], other=0.0).to(QK_TYPE)
+    if SELECTED:  # selection began after what wrote lengths and queries
+        begin(PDL)
+    n_pages = pages_of(p_lengths, i_list, seq_len, M, PAGE, EVERY)
+    if EVERY and p_pages is not None:
+        if (i_split == 0) & (i_tile == 0):
+            _list_every(p_pages + i_list * M, p_lengths + i_list, n_pages, M)
+    per_split = tl.cdiv(tl.cdiv(n_pages * PAGE, BT), n_splits) * BT
+    first = i_split * per_split
+    last = tl.minimum(first + per_split, n_pages * PAGE)
+
     b_a = tl.full((BH,), a, tl.float32)
     if p_a is not None:
         # [BH]
@@ -101,8 +88,8 @@ def score_kernel(
     o_line = i_b * (H * G) + o_hq
 
     for o in tl.range(first, last, BT):
-        b_pos, b_slot = _tokens_of(
-            p_pages, p_physical, p_table, o, last, i_list * M, i_b * s_table, PAGE, BT, PHYSICAL, WHOLE
+        b_pos, b_slot = tokens_of(
+            p_pages, p_physical, p_table, o, last, i_list * M, i_b * s_table, PAGE, BT, EVERY, PHYSICAL, WHOLE
         )
         o_t = o + tl.arange(0, BT)
         m_t = (o_t < last) & (b_pos < seq_len)
@@ -132,7 +119,7 @@ def score_kernel(
             solve_head(
                 p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, p_certified, p_pages, p_seq_lens, p_a,
                 i_b, i_h * G + i_lane, i_list, n_pages, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos,
-                a, beta, n_steps, H, G, KIND, MODE, PAGE, BT, BW, LOOP, BN, FINEST,
+                a, beta, n_steps, H, G, KIND, MODE, EVERY, PAGE, BT, BW, LOOP, BN, FINEST,
             )  # fmt: skip
 
 
@@ -142,17 +129,18 @@ def threshold_kernel(
     a, beta, n_steps, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos,
     H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
     LOOP: tl.constexpr, BN: tl.constexpr, FINEST: tl.constexpr, KIND: tl.constexpr, MODE: tl.constexpr,
-    PDL: tl.constexpr,
+    EVERY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_line = tl.program_id(0).to(tl.int64)
     i_b, i_hq = i_line // (H * G), i_line % (H * G)
     i_list = (i_b * H + i_hq // G) * LANES + (i_hq % G) * (LANES // G)
     begin(PDL)
-    n_pages = tl.maximum(tl.minimum(tl.load(p_lengths + i_list), M), 0)
+    seq_len = tl.minimum(tl.load(p_seq_lens + i_b), W * PAGE)
+    n_pages = pages_of(p_lengths, i_list, seq_len, M, PAGE, EVERY)
     solve_head(
         p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, p_certified, p_pages, p_seq_lens, p_a,
         i_b, i_hq, i_list, n_pages, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos,
-        a, beta, n_steps, H, G, KIND, MODE, PAGE, BT, BW, LOOP, BN, FINEST,
+        a, beta, n_steps, H, G, KIND, MODE, EVERY, PAGE, BT, BW, LOOP, BN, FINEST,
     )  # fmt: skip
 
 
@@ -181,15 +169,15 @@ def _sum_of_splits(
         tl.store(p_mass + i_b * HQ + i_hq + o_g, b_mass, mask=m_g)
 
 
-@triton.jit(do_not_specialize=["M", "s_table"])
+@triton.jit(do_not_specialize=["W", "M", "s_table"])
 def value_kernel(
-    p_v, p_table, p_pages, p_physical, p_lengths, p_z, p_tile_max, p_state, p_a, p_o, p_mass,
-    p_partial_o, p_partial_mass, p_arrived, beta, v_scale, s_v_t, s_v_h, s_o_b, s_o_h, s_z, s_table, M,
+    p_v, p_table, p_seq_lens, p_pages, p_physical, p_lengths, p_z, p_tile_max, p_state, p_a, p_o, p_mass,
+    p_partial_o, p_partial_mass, p_arrived, beta, v_scale, s_v_t, s_v_h, s_o_b, s_o_h, s_z, s_table, W, M,
     H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, PV_TYPE: tl.constexpr, HEADS: tl.constexpr,
     BH: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, FINEST: tl.constexpr, KIND: tl.constexpr,
-    NORMALISED: tl.constexpr, SPLIT: tl.constexpr, BG: tl.constexpr, PHYSICAL: tl.constexpr, WHOLE: tl.constexpr,
-    PDL: tl.constexpr,
+    NORMALISED: tl.constexpr, EVERY: tl.constexpr, SPLIT: tl.constexpr, BG: tl.constexpr, PHYSICAL: tl.constexpr,
+    WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_tiles: tl.constexpr = (HEADS + BH - 1) // BH
     i_list, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
@@ -204,7 +192,8 @@ def value_kernel(
     o_line = i_b * (H * G) + o_hq
 
     begin(PDL)
-    n_pages = tl.maximum(tl.minimum(tl.load(p_lengths + i_list), M), 0)
+    seq_len = tl.minimum(tl.load(p_seq_lens + i_b), W * PAGE)
+    n_pages = pages_of(p_lengths, i_list, seq_len, M, PAGE, EVERY)
     per_split = tl.cdiv(tl.cdiv(n_pages * PAGE, BT), n_splits)
     first = i_split * per_split
     last = tl.minimum(first + per_split, tl.cdiv(n_pages * PAGE, BT))
@@ -234,8 +223,8 @@ def value_kernel(
         while i_n < BN:
             o = (o_tile + i_n) * BT
             i_n = tl.min(tl.where(m_any & (o_n > i_n), o_n, BN))
-            _, b_slot = _tokens_of(
-                p_pages, p_physical, p_table, o, n_tokens, i_list * M, i_b * s_table, PAGE, BT, PHYSICAL, WHOLE
+            _, b_slot = tokens_of(
+                p_pages, p_physical, p_table, o, n_tokens, i_list * M, i_b * s_table, PAGE, BT, EVERY, PHYSICAL, WHOLE
             )
             o_t = o + tl.arange(0, BT)
             # [BH, BT]
@@ -317,7 +306,8 @@ def launch_entmax(
     num_kv_heads: int, group_size: int, lanes: int, page_size: int, scale: float, k_scale: float, v_scale: float,
     alpha: float, a_of_head: Any = None, mode: str = "exact", steps: int = 0, estimate: Any = None,
     bounds: Any = None, certified: Any = None, bos: int = 0, eos: int = 1,
-    alibi_slopes: Any = None, num_splits: int = 1, physical: Any = None, pdl: bool = False,
+    alibi_slopes: Any = None, num_splits: int = 1, physical: Any = None, selected: bool = False, every: bool = False,
+    pdl: bool = False,
 ) -> None:  # fmt: skip
     """Entmax attention over the tokens of every row's page list: two kernels, three where heads share a list.
 
@@ -350,8 +340,8 @@ def launch_entmax(
     kind = 0 if a_of_head is not None else _KIND.get(float(alpha), 0)
     many = kind == 0 or d1 > 0 or dv1 > 0 or itemsize == 4
     launch = {**options(pdl), **({"maxnreg": _MANY_REGISTERS} if many else {})}
-    grid = (lengths.numel() * triton.cdiv(heads, _HEAD_TILE), num_splits)
-    tokens, columns = z.shape[-1], page_table.shape[1]
+    grid = (q.shape[0] * num_kv_heads * lanes * triton.cdiv(heads, _HEAD_TILE), num_splits)
+    tokens, columns, longest = z.shape[-1], page_table.shape[1], 0 if pages is None else pages.shape[-1]
     strides = (0, 0, 0) if bounds is None else bounds.stride()
     if bounds is not None and bounds.shape[1] == 1:
         strides = (strides[0], 0, strides[2])
@@ -359,29 +349,30 @@ def launch_entmax(
         "H": num_kv_heads, "G": group_size, "LANES": lanes, "PAGE": page_size, "BT": block,
         "BW": min(_REGISTER_TOKENS, triton.next_power_of_2(tokens)), "LOOP": tokens > _REGISTER_TOKENS,
         "BN": min(_SOLVE_TILES, triton.next_power_of_2(tokens // block)), "FINEST": _FINEST,
-        "KIND": kind, "MODE": MODES[mode], **launch,
+        "KIND": kind, "MODE": MODES[mode], "EVERY": every, **launch,
     }  # fmt: skip
     n_steps = _STEPS if mode == "exact" else steps if mode == "corrected" else 0
     known = (z, tile_max, active, state, tau, estimate, bounds, certified, a_of_head)
     score_kernel[grid](
         q, k, page_table, seq_lens, pages, physical, lengths, alibi_slopes, *known, arrived, scale * k_scale,
         a, 1.0 / a, n_steps, *q.stride()[:2], *k.stride()[:2], tokens, page_table.stride(0), *strides, columns,
-        pages.shape[-1], bos, eos, D=head_dim, D0=d0, D1=d1, QK_TYPE=qk_type, HEADS=heads, BH=_HEAD_TILE,
-        SPLIT=num_splits > 1, PHYSICAL=physical is not None, WHOLE=block % page_size == 0, num_warps=warps,
+        longest, bos, eos, D=head_dim, D0=d0, D1=d1, QK_TYPE=qk_type, HEADS=heads, BH=_HEAD_TILE,
+        SELECTED=selected, SPLIT=num_splits > 1, PHYSICAL=physical is not None, WHOLE=block % page_size == 0,
+        num_warps=warps,
         num_stages=2, **solving,
     )  # fmt: skip
     if heads > 1:
         threshold_kernel[(tau.numel(),)](
-            seq_lens, pages, lengths, *known, a, 1.0 / a, n_steps, tokens, *strides, columns, pages.shape[-1],
+            seq_lens, pages, lengths, *known, a, 1.0 / a, n_steps, tokens, *strides, columns, longest,
             bos, eos, num_warps=_THRESHOLD_WARPS, num_stages=1, **solving,
         )  # fmt: skip
     value_kernel[grid](
-        v, page_table, pages, physical, lengths, z, tile_max, state, a_of_head, o, mass,
+        v, page_table, seq_lens, pages, physical, lengths, z, tile_max, state, a_of_head, o, mass,
         partial_o, partial_mass, arrived, 1.0 / a, v_scale, *v.stride()[:2], *o.stride()[:2], tokens,
-        page_table.stride(0), pages.shape[-1],
+        page_table.stride(0), columns, longest,
         H=num_kv_heads, G=group_size, LANES=lanes, PAGE=page_size, DV=v_head_dim, DV0=dv0, DV1=dv1, PV_TYPE=pv_type,
         HEADS=heads, BH=_HEAD_TILE, BT=block, BN=min(_VALUE_TILES, triton.next_power_of_2(tokens // block)),
-        FINEST=_FINEST, KIND=kind, NORMALISED=mode != "fixed", SPLIT=num_splits > 1,
+        FINEST=_FINEST, KIND=kind, NORMALISED=mode != "fixed", EVERY=every, SPLIT=num_splits > 1,
         BG=min(_HEAD_TILE, triton.next_power_of_2(heads)), PHYSICAL=physical is not None,
         WHOLE=block % page_size == 0, num_warps=warps, num_stages=2, **launch,
     )  # fmt: skip

@@ -132,7 +132,7 @@ def _iterate(
         i += 1
     if MODE == 0:
         rest = a * (total - 1.0) / slope
-        enough = total >= _ENOUGH
+        enough = total >= 0.5  # the last step mends what is missing; NaN certifies nothing
     else:
         rest = tl.zeros((), tl.float32)
         if CHECK:
@@ -180,7 +180,7 @@ def _is_exact(
 def _solve(
     p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, s_bound, p_certified, p_pages,
     n_pages, first, last, a, beta, n_steps,
-    KIND: tl.constexpr, MODE: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
+    KIND: tl.constexpr, MODE: tl.constexpr, EVERY: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
     LOOP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Threshold of one query head, whose tokens are the `n_pages` pages listed; pointers are to its own values."""
@@ -234,16 +234,17 @@ def _solve(
     tl.store(p_state + 3, tl.where(empty, 0.0, rest))
     tl.store(p_tau, tau)
     if p_bounds is not None:
-        exact = _is_exact(p_bounds, s_bound, first, last, p_pages, n_pages, tau, a, PAGE, _PAGES)
-        tl.store(p_certified, (empty | (enough & exact)).to(tl.int8))
+        if not EVERY:
+            enough = enough & _is_exact(p_bounds, s_bound, first, last, p_pages, n_pages, tau, a, PAGE, _PAGES)
+        tl.store(p_certified, (empty | enough).to(tl.int8))
 
 
 @triton.jit
 def solve_head(
     p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, p_certified, p_pages, p_seq_lens, p_a,
     i_b, i_hq, i_list, n_pages, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos, a, beta, n_steps,
-    H: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr, MODE: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr,
-    BW: tl.constexpr, LOOP: tl.constexpr, BN: tl.constexpr, FINEST: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr, MODE: tl.constexpr, EVERY: tl.constexpr, PAGE: tl.constexpr,
+    BT: tl.constexpr, BW: tl.constexpr, LOOP: tl.constexpr, BN: tl.constexpr, FINEST: tl.constexpr,
 ):  # fmt: skip
     """Threshold of query head `i_hq` of row `i_b`, from the scores stored."""
     i_line = i_b * (H * G) + i_hq
@@ -259,8 +260,10 @@ def solve_head(
         p_estimate += i_line
     if p_active is not None:
         p_active += i_line * (s_z // FINEST)
+    if not EVERY:
+        p_pages += i_list * M
     _solve(
         p_z + i_line * s_z, p_tile_max + i_line * (s_z // FINEST), p_active, p_state + i_line * STATE, p_tau + i_line,
-        p_estimate, p_bounds, s_bound_page, p_certified, p_pages + i_list * M, n_pages, bos, last,
-        a, beta, n_steps, KIND, MODE, PAGE, BT, BW, LOOP, BN,
+        p_estimate, p_bounds, s_bound_page, p_certified, p_pages, n_pages, bos, last,
+        a, beta, n_steps, KIND, MODE, EVERY, PAGE, BT, BW, LOOP, BN,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from tests.suites.entmax_kernels import (
     test_splits_do_not_change_the_threshold,  # noqa: F401
     test_strides_of_queries_and_pool_are_free,  # noqa: F401
     test_values_are_read_where_there_is_mass_only,  # noqa: F401
+    test_whole_rows,  # noqa: F401
 )
 
 
