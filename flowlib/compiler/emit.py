@@ -143,10 +143,10 @@ def _factors(nodes: Sequence[Node]) -> set[int]:
 
 
 def num_warps(stage: TileStage) -> int:
-    """Warps of a stage's kernel: four, and one per 2,048 elements of a written page, 1 to 16."""
+    """Warps of a stage's kernel: four, and one per 2,048 elements of a written page, 1 to 32."""
     if not stage.on_write:
         return 4
-    return max(1, min(16, next_power_of_2(_largest(stage) // 2048 or 1)))
+    return max(1, min(32, next_power_of_2(_largest(stage) // 2048 or 1)))
 
 
 def _largest(stage: TileStage, without: Collection[int] = ()) -> int:
