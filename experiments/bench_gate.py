@@ -187,7 +187,7 @@ class _Row:
         raw = None if out.raw_scores is None else out.raw_scores[row : row + 1, :, :width].cpu()
         one = slice(self.request, self.request + 1)
         part = StepOutput(
-            spec, out.o[one, heads].cpu(), out.lse[one, heads].cpu(), out.pages[one, lists].cpu(),
+            self.plan, out.o[one, heads].cpu(), out.lse[one, heads].cpu(), out.pages[one, lists].cpu(),
             out.lengths[one, lists].cpu(), raw, length,
         )  # fmt: skip
         batch = flowlib.Batch(self.pages[None].cpu().to(torch.int32), length)

@@ -93,8 +93,9 @@ class GeMM(TileOp):
         value, unit = self._scaled(e, x, y.dtype)
         (columns,) = e.call("flowlib.kernels.split:parts_in_rows", value, str(_VECTOR_COLUMNS), dtype)
         left = y.flat or f"tl.reshape({e.raw(y)}, [{rows}, {depth}])"
-        text = f"tl.sum(tl.dot({left}, tl.trans({columns})), axis=1)"
-        return f"tl.reshape({text}, [{e.pages(y)}, {e.padded(y.shape[0])}, 1]){_times(unit, y.unit)}"
+        products = e.let(f"tl.dot({left}, tl.trans({columns}))", (y.shape[0], _VECTOR_COLUMNS), y).name
+        shape = f"[{e.pages(y)}, {e.padded(y.shape[0])}, 1]"
+        return f"tl.reshape(tl.sum({products}, axis=1), {shape}){_times(unit, y.unit)}"
 
     def _parts(self, e: Emitter, x: Block, dtype: torch.dtype | None, count: int) -> tuple[list[str], str]:
         """Variables of the 16-bit parts of `x`, and what their products must be multiplied by."""

@@ -80,11 +80,12 @@ def score(
             m_centroid = m_p[:, None]
             b_centroid_rows = tl.load(f_centroid + o_centroid, mask=m_centroid, other=0.0)
             b_centroid = b_centroid_rows[:, None, :]
-            b_gemv = tl.reshape(tl.sum(tl.dot(b_centroid_rows, tl.trans(b_gemv_parts_in_rows)), axis=1), [128, 1, 1])
+            b_gemv = tl.dot(b_centroid_rows, tl.trans(b_gemv_parts_in_rows))
+            b_gemv_2 = tl.reshape(tl.sum(b_gemv, axis=1), [128, 1, 1])
             # scores [128, 1, 1]
             o_scores = i_r * s_scores_r + o_p[:, None, None]
             m_scores = m_p[:, None, None]
-            tl.store(w_scores + o_scores, b_gemv.to(w_scores.dtype.element_ty), mask=m_scores)
+            tl.store(w_scores + o_scores, b_gemv_2.to(w_scores.dtype.element_ty), mask=m_scores)
 
 
 @triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_scores_r", "s_scores_lane", "n_rows"])
@@ -136,11 +137,12 @@ def score_and_update(
                 m_centroid = m_p[:, None]
                 b_centroid_rows = tl.load(f_centroid + o_centroid, mask=m_centroid, other=0.0)
                 b_centroid = b_centroid_rows[:, None, :]
-                b_gemv = tl.reshape(tl.sum(tl.dot(b_centroid_rows, tl.trans(b_gemv_parts_in_rows)), axis=1), [128, 1, 1])
+                b_gemv = tl.dot(b_centroid_rows, tl.trans(b_gemv_parts_in_rows))
+                b_gemv_2 = tl.reshape(tl.sum(b_gemv, axis=1), [128, 1, 1])
                 # scores [128, 1, 1]
                 o_scores = i_r * s_scores_r + o_p[:, None, None]
                 m_scores = m_p[:, None, None]
-                tl.store(w_scores + o_scores, b_gemv.to(w_scores.dtype.element_ty), mask=m_scores)
+                tl.store(w_scores + o_scores, b_gemv_2.to(w_scores.dtype.element_ty), mask=m_scores)
     else:
         u_i_t = tl.program_id(0) - n_rows
         for i_head in tl.range(tl.program_id(1), 8, tl.num_programs(1)):

@@ -106,15 +106,17 @@ def score(
             b_k_max_codes = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0)
             b_k_max_rows = unscaled(b_k_max_codes)
             b_k_max = b_k_max_rows[:, None, :]
-            b_gemm = tl.reshape(tl.sum(tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_2 * field_scale
+            b_gemm = tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows))
+            b_gemm_2 = tl.reshape(tl.sum(b_gemm, axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_2 * field_scale
             # k_min [64, 96]
             o_k_min = ((i_page * 2 + i_h) * 96)[:, None] + a_128[None, :]
             m_k_min = m_p[:, None] & (a_128 < 96)[None, :]
             b_k_min_codes = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0)
             b_k_min_rows = unscaled(b_k_min_codes)
             b_k_min = b_k_min_rows[:, None, :]
-            b_gemm_2 = tl.reshape(tl.sum(tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_4 * field_scale
-            b_add = b_gemm + b_gemm_2
+            b_gemm_3 = tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2))
+            b_gemm_4 = tl.reshape(tl.sum(b_gemm_3, axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_4 * field_scale
+            b_add = b_gemm_2 + b_gemm_4
             # scores [64, 1, 1]
             o_scores = i_r * s_scores_r + o_p[:, None, None]
             m_scores = m_p[:, None, None]
@@ -181,15 +183,17 @@ def score_and_update(
                 b_k_max_codes = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0)
                 b_k_max_rows = unscaled(b_k_max_codes)
                 b_k_max = b_k_max_rows[:, None, :]
-                b_gemm = tl.reshape(tl.sum(tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_2 * field_scale
+                b_gemm = tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows))
+                b_gemm_2 = tl.reshape(tl.sum(b_gemm, axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_2 * field_scale
                 # k_min [64, 96]
                 o_k_min = ((i_page * 2 + i_h) * 96)[:, None] + a_128[None, :]
                 m_k_min = m_p[:, None] & (a_128 < 96)[None, :]
                 b_k_min_codes = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0)
                 b_k_min_rows = unscaled(b_k_min_codes)
                 b_k_min = b_k_min_rows[:, None, :]
-                b_gemm_2 = tl.reshape(tl.sum(tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_4 * field_scale
-                b_add = b_gemm + b_gemm_2
+                b_gemm_3 = tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2))
+                b_gemm_4 = tl.reshape(tl.sum(b_gemm_3, axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_4 * field_scale
+                b_add = b_gemm_2 + b_gemm_4
                 # scores [64, 1, 1]
                 o_scores = i_r * s_scores_r + o_p[:, None, None]
                 m_scores = m_p[:, None, None]

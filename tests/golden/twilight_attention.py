@@ -92,14 +92,16 @@ def before_keepnucleus(
             m_k_max = m_p[:, None]
             b_k_max_rows = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0.0)
             b_k_max = b_k_max_rows[:, None, :]
-            b_gemm = tl.reshape(tl.sum(tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_2
+            b_gemm = tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows))
+            b_gemm_2 = tl.reshape(tl.sum(b_gemm, axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_2
             # k_min [64, 128]
             o_k_min = ((i_page * 4 + i_h) * 128)[:, None] + a_128[None, :]
             m_k_min = m_p[:, None]
             b_k_min_rows = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0.0)
             b_k_min = b_k_min_rows[:, None, :]
-            b_gemm_2 = tl.reshape(tl.sum(tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_4
-            b_add = b_gemm + b_gemm_2
+            b_gemm_3 = tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2))
+            b_gemm_4 = tl.reshape(tl.sum(b_gemm_3, axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_4
+            b_add = b_gemm_2 + b_gemm_4
             b_max = tl.where(b_add == b_add, b_add, float("-inf"))
             b_max_2 = tl.max(b_max, axis=1, keep_dims=True)
             # keepnucleus_in [64, 1, 1]
@@ -162,14 +164,16 @@ def before_keepnucleus_and_update(
                 m_k_max = m_p[:, None]
                 b_k_max_rows = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0.0)
                 b_k_max = b_k_max_rows[:, None, :]
-                b_gemm = tl.reshape(tl.sum(tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_2
+                b_gemm = tl.dot(b_k_max_rows, tl.trans(b_gemm_parts_in_rows))
+                b_gemm_2 = tl.reshape(tl.sum(b_gemm, axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_2
                 # k_min [64, 128]
                 o_k_min = ((i_page * 4 + i_h) * 128)[:, None] + a_128[None, :]
                 m_k_min = m_p[:, None]
                 b_k_min_rows = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0.0)
                 b_k_min = b_k_min_rows[:, None, :]
-                b_gemm_2 = tl.reshape(tl.sum(tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2)), axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_4
-                b_add = b_gemm + b_gemm_2
+                b_gemm_3 = tl.dot(b_k_min_rows, tl.trans(b_gemm_parts_in_rows_2))
+                b_gemm_4 = tl.reshape(tl.sum(b_gemm_3, axis=1), [64, 1, 1]) * b_gemm_scaled_to_fp16_4
+                b_add = b_gemm_2 + b_gemm_4
                 b_max = tl.where(b_add == b_add, b_add, float("-inf"))
                 b_max_2 = tl.max(b_max, axis=1, keep_dims=True)
                 # keepnucleus_in [64, 1, 1]

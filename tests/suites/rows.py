@@ -31,7 +31,7 @@ def whole_rows(made, o: torch.Tensor, lse: torch.Tensor) -> StepOutput:
     counts = torch.tensor(page_counts([seen for _, seen in made.rows], spec.page_size))
     logical = torch.arange(widest)
     pages = torch.where(logical < counts[:, None], logical, -1)[:, None].expand(-1, spec.num_kv_heads, -1)
-    return StepOutput(spec, o.cpu(), lse.cpu(), pages, counts[:, None].expand(-1, spec.num_kv_heads))
+    return StepOutput(made.plan, o.cpu(), lse.cpu(), pages, counts[:, None].expand(-1, spec.num_kv_heads))
 
 
 def assert_dense(made, impl: str, o: torch.Tensor, lse: torch.Tensor) -> None:
