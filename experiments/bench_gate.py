@@ -168,7 +168,8 @@ class _Row:
         """Every stage by its name."""
         verdicts = {f"field {name}": (self._judge_field(name), "") for name in self.plan.fields}
         run, truths, slack = self._run(), {}, 0.0
-        if self.last > self.first and self.step.out.raw_scores is not None:
+        scored = not self.plan.in_full(torch.tensor(len(self.k)))
+        if scored and self.last > self.first and self.step.out.raw_scores is not None:
             verdicts["scores"], truth, slack = self._judge_scores(run)
             truths = {(0, 0): truth}
         verdicts["selection"] = judge_selection(run, self.oracle, truths, slack)
