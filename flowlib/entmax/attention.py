@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from flowlib.core.entmax import correct_tau, power
 from flowlib.core.errors import BatchError, OptionError, ShapeError
 from flowlib.entmax import checks
 from flowlib.entmax.checks import Alpha
-from flowlib.entmax.refine import correct_tau, power
 from flowlib.entmax.selection import check_selection
 from flowlib.entmax.solver import entmax
 

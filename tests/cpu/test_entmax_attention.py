@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from flowlib.core.entmax import correct_tau
 from flowlib.entmax import entmax, entmax_attention
-from flowlib.entmax.refine import correct_tau
 from flowlib.errors import BatchError, FormatError, OptionError, ShapeError
 from flowlib.testing.oracles.bisection import attention_scores, entmax_row
 from tests.refusals import refused
