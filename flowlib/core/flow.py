@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from flowlib.core.context import ContextBase
-from flowlib.core.errors import FlowDefinitionError, FormatError, OptionError
+from flowlib.core.errors import FlowDefinitionError, FormatError, OptionError, located
 from flowlib.core.formats import FORMAT, Mode, Side
 from flowlib.core.spec import Spec
-from flowlib.core.trace import declared_fields, given_fields, trace
+from flowlib.core.trace import declared_fields, given_fields, method_line, trace
 from flowlib.core.vtensor import SelectionHandle, vTensor
 
 
@@ -57,7 +58,7 @@ class vFlow:
                 f"{self.flow_name or type(self).__name__}: kv_lora_rank is {spec.kv_lora_rank}, expected None: the "
                 "flow reads separate K and V; a flow over the latent is a vFlowMLA, such as rope_aware_block_sparse_mla"
             )
-        return self.create_cache(spec.page_size, spec.head_dim)
+        return _declaration(self, page_size=spec.page_size, head_dim=spec.head_dim)
 
     def default_spec(self, **numbers: Any) -> Spec:
         """The spec of some numbers; the others are the flow's own defaults, or those of :class:`flowlib.Spec`."""
@@ -87,9 +88,9 @@ class vFlowMLA(vFlow):
     """A sparse-attention method over the latents of multi-head latent attention (MLA).
 
     One given field in place of ``k`` and ``v``: ``latent`` ``[page_size, kv_lora_rank + qk_rope_head_dim]``, content
-    and rope channels of each token. q is BATCHED ``[B, H_q, kv_lora_rank + qk_rope_head_dim]``, the absorbed queries: their
-    dot products with a latent are the logits before the scale. It needs a spec with ``kv_lora_rank``; the default one
-    has the sizes of DeepSeek-V2-Lite.
+    and rope channels of each token. q is BATCHED ``[B, H_q, kv_lora_rank + qk_rope_head_dim]``, the absorbed queries:
+    their dot products with a latent are the logits before the scale. It needs a spec with ``kv_lora_rank``; the default
+    one has the sizes of DeepSeek-V2-Lite.
     """
 
     default_sizes: ClassVar[Mapping[str, Any]] = {
@@ -106,7 +107,8 @@ class vFlowMLA(vFlow):
                 f"{self.flow_name or type(self).__name__}: kv_lora_rank is None, expected the content channels of an "
                 "MLA latent: Spec(kv_lora_rank=512, head_dim=576, num_kv_heads=1, group_size=heads, scale=...)"
             )
-        return self.create_cache(spec.page_size, spec.kv_lora_rank, spec.head_dim - spec.kv_lora_rank)
+        rank = spec.kv_lora_rank
+        return _declaration(self, page_size=spec.page_size, kv_lora_rank=rank, qk_rope_head_dim=spec.head_dim - rank)
 
     def get_cache_meta_info(  # type: ignore[override]
         self, page_size: int, kv_lora_rank: int, qk_rope_head_dim: int
@@ -125,6 +127,18 @@ class vFlowMLA(vFlow):
         """As of :class:`vFlow`; `group_size` is the number of query heads."""
         spec = _latent_spec(page_size, kv_lora_rank, qk_rope_head_dim)
         return _bytes_scored(self, spec.replace(group_size=group_size, summary_dtype=summary_dtype))
+
+
+def _declaration(flow: vFlow, **sizes: int) -> object:
+    """What ``create_cache`` returns for `sizes`, in their order. Raises FlowDefinitionError where it takes others."""
+    taken = inspect.signature(flow.create_cache)
+    try:
+        taken.bind(*sizes.values())
+    except TypeError:
+        kind = "vFlowMLA" if isinstance(flow, vFlowMLA) else "vFlow"
+        error = FlowDefinitionError(f"create_cache: takes {taken}, expected ({', '.join(sizes)}) in a {kind}")
+        raise located(error, method_line(flow.create_cache)) from None
+    return flow.create_cache(*sizes.values())
 
 
 def _latent_spec(page_size: int, kv_lora_rank: int, qk_rope_head_dim: int) -> Spec:

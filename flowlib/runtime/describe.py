@@ -24,7 +24,7 @@ def describe(plan: Plan, bandwidth: float | None = None) -> str:
         f"at most {plan.max_selected} of {spec.max_pages} pages attended",
         "",
         f"fields ({plan.field_bytes_per_page} bytes per page and layer, "
-        f"{plan.field_bytes_per_page / _kv_bytes_per_page(plan):.1%} of K and V)",
+        f"{plan.field_bytes_per_page / _kv_bytes_per_page(plan):.1%} of {'the latents' if spec.is_mla else 'K and V'})",
     ]
     lines += [
         f"  {f.name:<20} {f.kind:<8} {list(f.shape)!s:<12} {str(f.dtype).removeprefix('torch.')}{_rounded(f)}"

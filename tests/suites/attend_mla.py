@@ -98,9 +98,8 @@ def run(case: Case, p: Problem, device: str, scale: float = 1.0) -> tuple[torch.
         table[row, :owned] = p.table[row, :owned]
     o = torch.full((rows, case.heads, case.rank), math.nan, dtype=case.dtype, device=device)
     lse = torch.full((rows, case.heads), math.nan, device=device)
-    partials = [
-        torch.full((rows, case.heads, case.splits, *size), math.nan, device=device) for size in ((case.rank,), ())
-    ]
+    partial_o = torch.full((rows, case.heads, case.splits, case.rank), math.nan, device=device)
+    partial_lse = torch.full((rows, case.heads, case.splits), math.nan, device=device)
     arrived = torch.zeros(rows * case.heads, dtype=torch.int32, device=device)
     listed = pages.clone()
     if case.every:
@@ -110,7 +109,7 @@ def run(case: Case, p: Problem, device: str, scale: float = 1.0) -> tuple[torch.
     launch_attend_mla(
         p.q.to(device), latent, latent[..., : case.rank], table.to(device),
         torch.tensor(p.seq_lens, dtype=torch.int32, device=device), pages, lengths, o, lse,
-        *(partials if case.splits > 1 else (None, None)), arrived,
+        partial_o if case.splits > 1 else None, partial_lse if case.splits > 1 else None, arrived,
         num_kv_heads=1, group_size=case.heads, lanes=lanes, page_size=case.page, scale=0.3, k_scale=scale,
         v_scale=scale, num_splits=case.splits, every=case.every,
         physical=padded(physical, device) if case.physical else None,
