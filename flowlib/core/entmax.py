@@ -14,7 +14,7 @@ ITERATIONS = 64
 
 
 def solve(s: torch.Tensor, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """p ``[R, L]`` and tau ``[R]`` of rows s ``[R, L]`` with alpha float64 ``[R]``; see :func:`flowlib.entmax.entmax`."""
+    """p ``[R, L]`` and tau ``[R]`` of rows s ``[R, L]``, alpha float64 ``[R]``; see :func:`flowlib.entmax.entmax`."""
     hidden = s == float("-inf")
     if s.numel() == 0:
         return torch.zeros_like(s), s.new_full(s.shape[:1], float("-inf"))
