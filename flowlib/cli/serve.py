@@ -45,15 +45,20 @@ def serve_command(
     command = [_program(), "serve", *arguments, "--flow", flow]
     if config != FlowConfig():
         command += ["--flow-config", config.to_json()]
-    budget = ", ".join(f"{name} {value:g}" for name, value in config.budget_numbers().items())
-    options = ", ".join(f"{name}={value}" for name, value in options_of(built, config).items()) or "none"
-    page_size = _given(arguments, "--page-size") or f"{built.default_page_size}, the flow's default"
+    return command, _lines(flow, options_of(built, config), config, command, page_size=built.default_page_size)
+
+
+def _lines(flow: str, said: dict[str, Any], config: FlowConfig, command: Sequence[str], page_size: int) -> str:
+    numbers = {**config.budget_numbers(), "dense_below": config.dense_below}
+    budget = ", ".join(f"{name} {value if isinstance(value, str) else f'{value:g}'}" for name, value in numbers.items())
+    options = ", ".join(f"{name}={value}" for name, value in said.items()) or "none"
+    given = _given(command, "--page-size") or f"{page_size}, the flow's default"
     lines = (
         f"flow    {flow} (options {options})",
-        f"budget  {budget}; --page-size {page_size}",
+        f"budget  {budget}; --page-size {given}",
         f"runs    {shlex.join(['sglang', *command[1:]])}",
     )
-    return command, "\n".join(lines)
+    return "\n".join(lines)
 
 
 def start(command: Sequence[str]) -> None:

@@ -92,18 +92,9 @@ def check_resolved(args: Any, page_size: int) -> None:
     Raises:
         FlowlibError: SGLang changed what a flow needs, or the flow can't run for this model.
     """
-    decode = args.get_attention_backends()[1]
     if args.model_path.lower() in ("none", "dummy"):
         return
-    if decode != PLUGIN_NAME:
-        raise OptionError(
-            f"SGLang chose the decode attention backend {decode!r} for this model, expected {PLUGIN_NAME!r}"
-        )
-    if args.page_size != page_size:
-        raise OptionError(
-            f"SGLang changed --page-size from {page_size} to {args.page_size} for the prefill attention backend "
-            f"{args.get_attention_backends()[0]!r}: give that --page-size, or another --prefill-attention-backend"
-        )
+    _refuse_changes(args, page_size)
     refusals.refuse_flags(args)
     model = args.get_model_config()
     refusals.refuse_model(model)
@@ -116,6 +107,19 @@ def check_resolved(args: Any, page_size: int) -> None:
     _refuse_trace(args, config)
     _refuse_graphs(args, setup)
     args.override(PLUGIN_NAME, flow_served=setup.summary())
+
+
+def _refuse_changes(args: Any, page_size: int) -> None:
+    decode = args.get_attention_backends()[1]
+    if decode != PLUGIN_NAME:
+        raise OptionError(
+            f"SGLang chose the decode attention backend {decode!r} for this model, expected {PLUGIN_NAME!r}"
+        )
+    if args.page_size != page_size:
+        raise OptionError(
+            f"SGLang changed --page-size from {page_size} to {args.page_size} for the prefill attention backend "
+            f"{args.get_attention_backends()[0]!r}: give that --page-size, or another --prefill-attention-backend"
+        )
 
 
 def _choose_backend(args: Any) -> None:
