@@ -127,7 +127,7 @@ class FlowBackend(AttentionBackend):
         self._store(k, v, layer, forward_batch, save_kv_cache, kwargs)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         store = self.token_to_kv_pool.flow_store(layer)
-        out = self._attend(queries, store, layer)
+        out = self._attend(queries, store, layer, forward_batch.out_cache_loc)
         return out.o.reshape(queries.shape[0], -1).to(q.dtype)
 
     def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,9 +145,16 @@ class FlowBackend(AttentionBackend):
                 f"layer {layer.layer_id} does not write its K and V through the pool, so a flow can't serve it"
             )
         where = KVWriteLoc(forward_batch.out_cache_loc)
-        self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
+        if self._updates(layer):
+            self.token_to_kv_pool.set_kv_buffer_alone(layer, where, k, v)
+        else:
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
 
-    def _attend(self, q: torch.Tensor, store: Any, layer: Any) -> Any:
+    def _updates(self, layer: Any) -> bool:
+        """Whether the step of a layer updates the fields of the pages it finishes, in the launch that scores."""
+        return self.setup.impl == "triton" and not self.setup.is_dense(layer)
+
+    def _attend(self, q: torch.Tensor, store: Any, layer: Any, loc: torch.Tensor) -> Any:
         plan, impl, batch = self.setup.plan_for(layer), self.setup.impl, self.step.batch
         if self.setup.is_dense(layer):
             if self.trace is not None:
@@ -155,7 +162,7 @@ class FlowBackend(AttentionBackend):
             return flowlib.dense(q, store, batch, impl=impl)
         if impl == "triton":
             out = self.step.output(plan)
-            plan.launch(q, store, batch, out)
+            plan.launch(q, store, batch, out, loc)
         else:
             out = plan.step(q, store, batch, impl=impl)
         if self.trace is not None:

@@ -24,6 +24,7 @@ SUMMARY_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
 }
 """What ``summary_dtype`` may say, in SGLang's words."""
+AUTO = "auto"
 _SPEC_DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Spec)}
 
 
@@ -47,7 +48,9 @@ class FlowConfig:
     """The budget and the options of a served flow. Pages are SGLang's pages of ``page_size`` tokens.
 
     Args:
-        top_k, top_k_ratio, bos, eos, dense_below: as in :class:`flowlib.core.spec.Spec`, and with its defaults.
+        top_k, top_k_ratio, bos, eos: as in :class:`flowlib.core.spec.Spec`, and with its defaults.
+        dense_below: requests of at most so many tokens attend to everything; ``auto`` is the length up to which that is
+            faster with the same kernels, 0 for the reference and for flows that must score every request.
         options: keyword arguments of the flow.
         dense_layers: ids of the layers that attend to everything.
         module_path: the Python file that registers the flow, when it is not a built-in one.
@@ -66,7 +69,7 @@ class FlowConfig:
     dense_layers: tuple[int, ...] = ()
     module_path: str | None = None
     impl: str | None = None
-    dense_below: int = _SPEC_DEFAULTS["dense_below"]
+    dense_below: int | str = AUTO
     trace: TraceConfig | None = None
     summary_dtype: str = "auto"
     summary_scale: float = _SPEC_DEFAULTS["summary_scale"]
@@ -75,7 +78,8 @@ class FlowConfig:
         _integer("top_k", self.top_k, 0)
         _integer("bos", self.bos, 0)
         _integer("eos", self.eos, 1, "the unfinished last page has no summary, so it is always attended")
-        _integer("dense_below", self.dense_below, 0)
+        if self.dense_below != AUTO:
+            _integer("dense_below", self.dense_below, 0, f"or {AUTO!r}")
         _ratio("top_k_ratio", self.top_k_ratio)
         if not isinstance(self.options, Mapping):
             raise _wrong("options", self.options, "an object of the flow's options")
@@ -133,8 +137,8 @@ class FlowConfig:
         return {"summary_dtype": SUMMARY_DTYPES[self.summary_dtype], "summary_scale": float(self.summary_scale)}
 
     def budget_numbers(self) -> dict[str, Any]:
-        """The part of this that a :class:`Spec` takes."""
-        return {name: getattr(self, name) for name in ("top_k", "top_k_ratio", "bos", "eos", "dense_below")}
+        """What a :class:`Spec` takes for the budget."""
+        return {name: getattr(self, name) for name in ("top_k", "top_k_ratio", "bos", "eos")}
 
 
 def _from_json(text: str) -> Any:

@@ -51,6 +51,7 @@ class FlowFields(_Pool):
             scales = torch.full((self.head_num,), plan.spec.summary_scale, dtype=torch.float32, device=self.device)
             self.flow_scales = {layer: scales.clone() for layer in self.flow_setup.sparse_layers}
         self._flow_stores: dict[int, Any] = {}
+        self._flow_later = False
 
     def _check_layout(self) -> None:
         facts = self.flow_setup.facts
@@ -81,6 +82,14 @@ class FlowFields(_Pool):
         """The stores of the layers that were written or read so far."""
         return list(self._flow_stores.values())
 
+    def set_kv_buffer_alone(self, layer: Any, loc_info: Any, cache_k: torch.Tensor, cache_v: torch.Tensor) -> None:
+        """Stores K and V; whoever calls it updates the fields of the finished pages."""
+        self._flow_later = True
+        try:
+            self.set_kv_buffer(layer, loc_info, cache_k, cache_v, layer.k_scale, layer.v_scale)
+        finally:
+            self._flow_later = False
+
     def flow_update(self, layer: Any, loc: torch.Tensor) -> None:
         """Recomputes the fields of the pages whose last slot is in `loc` (int64 ``[T]``)."""
         if layer.layer_id in self.flow_fields:
@@ -108,7 +117,8 @@ class FlowFields(_Pool):
         if cache_k.dtype != self.dtype:
             _refuse_lost_scale(layer, k_scale, v_scale)
         super().set_kv_buffer(layer, loc_info, cache_k, cache_v, k_scale, v_scale)
-        self.flow_update(layer, unwrap_write_loc(loc_info)[0])
+        if not self._flow_later:
+            self.flow_update(layer, unwrap_write_loc(loc_info)[0])
 
     def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> None:
         """Refused: only speculative decoding writes this way."""

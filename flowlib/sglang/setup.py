@@ -12,10 +12,14 @@ import torch
 
 import flowlib
 from flowlib.core.errors import BackendError, OptionError
-from flowlib.sglang.options import FlowConfig
+from flowlib.sglang.options import AUTO, FlowConfig
 
 FIELDLESS_FLOW = "streaming_attention"
 """What dense layers are planned with: a flow that keeps nothing beside K and V."""
+
+CROSSOVER = 1.5
+"""Budgets of tokens up to which attending to everything is the faster step: measured on an H200 at batch 16
+(``experiments/crossover.py``, docs/performance.md); at batch 1 it is 2.5."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class FlowSetup:
     flow: Any = field(init=False)
     plan: Any = field(init=False)
     impl: str = field(init=False)
+    dense_below: int = field(init=False)
     _plans: dict[tuple[bool, float, float, float], Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -79,7 +84,11 @@ class FlowSetup:
         self._check_layers()
         self.flow = build_flow(self.name, self.config)
         self._no_fields = flowlib.build(FIELDLESS_FLOW)
+        self.dense_below = 0 if self.config.dense_below == AUTO else int(self.config.dense_below)
         self.plan = self._profile(self.flow, scale=None, k_scale=1.0, v_scale=1.0)
+        if self.config.dense_below == AUTO and self.impl == "triton":
+            self.dense_below = int(CROSSOVER * self.plan.full_pages) * self.facts.page_size
+            self.plan = self._profile(self.flow, scale=None, k_scale=1.0, v_scale=1.0)
         self._check_dtypes()
 
     @property
@@ -126,7 +135,7 @@ class FlowSetup:
             middle = (low + high + 1) // 2
             covered = middle - spec.bos - spec.eos <= op.budget(spec, middle)
             low, high = (middle, high) if covered else (low, middle - 1)
-        return max(low * spec.page_size, self.config.dense_below)
+        return max(low * spec.page_size, self.dense_below)
 
     def summary(self) -> dict[str, Any]:
         """What is served, as plain values: flow, options, budget, layers and memory. ``/server_info`` shows it."""
@@ -136,7 +145,9 @@ class FlowSetup:
             "flow": self.name,
             "options": options_of(self.flow, self.config),
             "impl": self.impl,
-            "budget": {**self.config.budget_numbers(), "page_size": spec.page_size},
+            "budget": {
+                **self.config.budget_numbers(), "dense_below": self.dense_below, "page_size": spec.page_size
+            },
             "sparse_above_tokens": self.sparse_above,
             "sparse_layers": len(self.sparse_layers),
             "dense_layers": [i for i in here if i in self.config.dense_layers],
@@ -154,7 +165,7 @@ class FlowSetup:
             f"flow {self.name} (options {options}), impl {self.impl}, {said['sparse_layers']} sparse and "
             f"{len(said['dense_layers'])} dense layers, fields {fields} add {said['field_bytes_per_token']} "
             "bytes per token",
-            f"budget {budget} (pages of {self.facts.page_size} tokens), dense_below {self.config.dense_below}: "
+            f"budget {budget} (pages of {self.facts.page_size} tokens), dense_below {self.dense_below}: "
             + (
                 "it covers every request, so that only the flow's own choice leaves pages out"
                 if self.sparse_above >= self.facts.context_len
@@ -175,6 +186,7 @@ class FlowSetup:
             max_pages=facts.max_pages,
             k_scale=k_scale,
             v_scale=v_scale,
+            dense_below=self.dense_below,
             **self.config.budget_numbers(),
             **self.config.summary_numbers(),
         )

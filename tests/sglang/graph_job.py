@@ -26,7 +26,7 @@ class Model(torch.nn.Module):
 
 def backend(impl):
     """A backend over a pool of its own whose slots hold the same keys for both implementations."""
-    _, pool = make(torch.float32, torch.float32, top_k=1, impl=impl)
+    _, pool = make(torch.float32, torch.float32, top_k=1, impl=impl, dense_below=0)
     generator = torch.Generator().manual_seed(4)
     slots = torch.arange(pool.size + PAGE)
     model = Model()

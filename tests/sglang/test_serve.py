@@ -60,7 +60,7 @@ def test_options_of_its_own_and_the_json_object_say_the_same():
 def test_it_says_what_it_will_run():
     text = dry("twilight", "M", "--top-k", "5").stdout
     assert "flow    twilight (options p=0.95, max_k=None, logits=quest)" in text
-    assert "budget  top_k 5, top_k_ratio 0, bos 1, eos 1, dense_below 0; --page-size 16, the flow's default" in text
+    assert "budget  top_k 5, top_k_ratio 0, bos 1, eos 1, dense_below auto; --page-size 16, the flow's default" in text
     assert "--page-size 32\n" in dry("twilight", "M", "--page-size", "32").stdout
 
 
