@@ -11,7 +11,7 @@ are compared with the reference, so that a run says that the kernels ran.
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -24,23 +24,30 @@ from flowlib.kernels.select import launch_select
 
 LENGTHS = (0, 1, 37, 130, 259)
 _PAGE, _WIDTH, _WIDE = 16, 19, 20_000
+_K_AND_V: dict[str, Any] = {"head_dim": 64, "group_size": 4, "num_kv_heads": 2}
+_LATENT: dict[str, Any] = {"kv_lora_rank": 64, "head_dim": 80, "group_size": 20, "num_kv_heads": 1, "scale": 0.1}
 _RELATIVE_ERROR = 0.05  # bf16 against fp32: a kernel that reads the wrong memory is off by far more
 
 
 def step_flow(name: str, device: str, float8: bool) -> float:
     """The relative error of one step of a flow against its reference."""
+    flow = flowlib.build(name)
     spec = flowlib.Spec(
-        page_size=_PAGE, head_dim=64, group_size=4, num_kv_heads=2, top_k=3, max_pages=_WIDTH, max_batch=len(LENGTHS),
+        page_size=_PAGE, top_k=3, max_pages=_WIDTH, max_batch=len(LENGTHS),
         summary_dtype=torch.float8_e4m3fn if float8 else None,
+        **(_LATENT if isinstance(flow, flowlib.vFlowMLA) else _K_AND_V),
     )  # fmt: skip
-    plan = flowlib.profile(flowlib.build(name), spec)
+    plan = flowlib.profile(flow, spec)
     generator = torch.Generator().manual_seed(0)
     pages = len(LENGTHS) * _WIDTH
     table = torch.randperm(pages, generator=generator).to(torch.int32).view(len(LENGTHS), _WIDTH).to(device)
     pool = flowlib.PagedPool(plan, pages, device)
-    k, v = (torch.randn(pages * _PAGE, 2, 64, generator=generator).bfloat16().to(device) for _ in "kv")
-    pool.write(k, v, torch.arange(pages * _PAGE, device=device), impl="triton")
-    q = torch.randn(len(LENGTHS), spec.num_heads, 64, generator=generator).bfloat16().to(device)
+    k, v = (
+        torch.randn(pages * _PAGE, spec.num_kv_heads, n, generator=generator).bfloat16().to(device)
+        for n in (spec.head_dim, spec.dv)
+    )
+    pool.write(k, None if spec.is_mla else v, torch.arange(pages * _PAGE, device=device), impl="triton")
+    q = torch.randn(len(LENGTHS), spec.num_heads, spec.head_dim, generator=generator).bfloat16().to(device)
     batch = flowlib.Batch(table, torch.tensor(LENGTHS, dtype=torch.int32, device=device))
     twin = pool.clone()
     got = plan.step(q, pool, batch, impl="triton").o.float()
