@@ -1,0 +1,260 @@
+"""End to end: stock SGLang decoding densely against the same server with flows, on random weights of published shapes.
+
+One engine at a time, each in a process of its own, all with the same settings and prompts. A correctness gate comes
+first; without it no speed is printed. Decoding speed is the difference of two lengths of answers to cached prompts, so
+that prefill is not in it; TTFT is that of prompts not cached. ``python experiments/bench_serving.py --quick``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import bench_serving_gate as gate
+import bench_serving_shapes as shapes
+import torch
+import typer
+from bench_serving_report import Result, Row, render, save
+from bench_serving_shapes import BenchError, Server, Workload
+from rich.console import Console
+
+HERE = Path(__file__).resolve().parent
+_PLAIN_WIDTH = 150
+console = Console() if Console().is_terminal else Console(width=_PLAIN_WIDTH)
+FLOWS = ("gqa_quest_sparse_attention", "block_sparse_attention")
+DENSE = {"cuda": ("flashinfer", "fa3"), "cpu": ("torch_native",)}
+SMALL_BUDGET = 1
+
+
+class EngineError(Exception):
+    """An engine ended early; the message has the end of its log."""
+
+
+@contextmanager
+def engine_process(job: Path, device: str) -> Iterator[subprocess.Popen]:
+    """The engine's process; it and its children are ended in any case."""
+    env = dict(os.environ)
+    if device == "cpu":
+        from flowlib_cpu_host import cpu_environment
+
+        env = cpu_environment()
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "bench_serving_engine.py"), str(job)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run_engine(job: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Runs one engine to its end and returns its events. Raises EngineError."""
+    path = folder / "job.json"
+    path.write_text(json.dumps(job), encoding="utf-8")
+    events: list[dict[str, Any]] = []
+    log: list[str] = []
+    with engine_process(path, job["engine"]["device"]) as process:
+        for line in process.stdout or ():
+            if not line.startswith("EVENT "):
+                log.append(line)
+                continue
+            events.append(json.loads(line.removeprefix("EVENT ")))
+            if events[-1]["event"] == "done":
+                return events
+    raise EngineError("".join(log)[-3000:])
+
+
+class Bench:
+    """The run: the gate, then the servers one by one.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+        workloads: what is measured.
+        new_tokens: tokens of an answer.
+        repeats: how often an answer is timed.
+        seed: of prompts and forced tokens.
+        folder: for models, jobs and what engines write.
+    """
+
+    def __init__(
+        self, device: str, workloads: list[Workload], new_tokens: int, repeats: int, seed: int, folder: Path
+    ) -> None:
+        self.device = device
+        self.workloads = workloads
+        self.new_tokens = new_tokens
+        self.repeats = repeats
+        self.seed = seed
+        self.folder = folder
+        longest = max(w.context for w in workloads)
+        self.context = longest + new_tokens + 64
+        self.settings = shapes.engine_settings(device, self.context, max(w.batch for w in workloads))
+
+    @property
+    def dtype(self) -> str:
+        """What models compute in."""
+        return self.settings["dtype"]
+
+    def gate(self, servers: list[Server], shape: str, result: Result) -> list[Server]:
+        """Every server against the truth, flows with a budget that covers everything, and one that does not.
+
+        Returns:
+            The servers that started; a second dense one may be missing from the machine, which is noted in `result`.
+
+        Raises:
+            EngineError: the first dense server or a flow did not start.
+        """
+        model = gate.write_gate_model(self.folder / "gate", shape, self.device)
+        asked = gate.sequences(self.device, self.seed)
+        wanted, largest = gate.truth(model, asked)
+        allowed = 0.0
+        for server, sees in [(s, False) for s in servers] + [(s, True) for s in servers if s.flow][:1]:
+            console.print(f"gate: {server.name}{', budget of a page' if sees else ''}", highlight=False)
+            try:
+                rows, counted = self._forced(server, model, asked, SMALL_BUDGET if sees else 2048 // shapes.PAGE)
+            except EngineError as error:
+                if server.flow or not result.verdicts:
+                    raise
+                result.skipped.append(_skip(shape, server, "every workload", f"the engine ended early: {error}"))
+                continue
+            error = gate.distance(rows, wanted)
+            if not result.verdicts:
+                allowed = gate.tolerance(error, largest, self.dtype)
+            name = f"{server.name}, budget of a page" if sees else server.name
+            result.verdicts.append(gate.Verdict(name, error, allowed, counted, sees))
+        missing = {skip["server"] for skip in result.skipped}
+        return [server for server in servers if server.name not in missing]
+
+    def _forced(self, server: Server, model: Path, asked: list[dict[str, Any]], top_k: int) -> tuple[Any, Any]:
+        paths = [self.folder / f"logits{i}" for i in range(len(asked))]
+        engine = self.settings | server.engine | {
+            "model_path": str(model), "load_format": "auto", "enable_custom_logit_processor": True,
+            "context_length": 2048, "max_total_tokens": 4096,
+        }  # fmt: skip
+        if server.flow:
+            engine["flow_config"] = {**server.engine["flow_config"], "top_k": top_k, "top_k_ratio": 0.0}
+        force = [sequence | {"path": str(path)} for sequence, path in zip(asked, paths, strict=True)]
+        events = run_engine({"engine": engine, "force": force, "workloads": []}, self.folder)
+        counted = next(e["counted"] for e in events if e["event"] == "forced")
+        try:
+            return gate.load(paths, gate.NEW_TOKENS[self.device]), counted
+        except RuntimeError as error:
+            raise EngineError(str(error)) from error
+
+    def measure(self, server: Server, shape: str, result: Result) -> None:
+        """One server over all workloads; what does not fit or does not start is noted in `result`."""
+        config = shapes.model_config(shape, self.context)
+        model = shapes.write_model(self.folder / shape, config, self.dtype)
+        job = {
+            "engine": self.settings | server.engine | {"model_path": str(model)},
+            "vocabulary": config["vocab_size"],
+            "seed": self.seed,
+            "new_tokens": self.new_tokens,
+            "repeats": self.repeats,
+            "workloads": [w.told(self.new_tokens + 1) for w in self.workloads],
+        }
+        try:
+            events = run_engine(job, self.folder)
+        except EngineError as error:
+            result.skipped.append(_skip(shape, server, "every workload", f"the engine ended early: {error}"))
+            return
+        for event in events:
+            if event["event"] == "started":
+                result.machine |= {"sglang": event["version"]}
+                result.settings["capacity"][f"{shape}, {server.name}"] = event["capacity"]
+            elif event["event"] == "skipped":
+                result.skipped.append(_skip(shape, server, event["name"], event["reason"]))
+            elif event["event"] == "measured":
+                found = {k: v for k, v in event.items() if k not in ("event", "name")}
+                result.rows.append(Row(shape, event["name"], server.name, server.flow, **found))
+
+
+def _skip(model: str, server: Server, workload: str, reason: str) -> dict[str, str]:
+    return {"model": model, "server": server.name, "workload": workload, "reason": reason}
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Where the run takes place."""
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
+    return {"device": name, "memory": memory, "torch": torch.__version__, "cuda": torch.version.cuda}
+
+
+def run_all(bench: Bench, models: list[str], servers: list[Server]) -> Result:
+    """The gate and, if it is green, every model on every server."""
+    told = {"engine": bench.settings, "servers": [asdict(s) for s in servers], "new_tokens": bench.new_tokens}
+    told |= {"workloads": [w.name for w in bench.workloads], "repeats": bench.repeats, "seed": bench.seed}
+    result = Result(machine(bench.device), told | {"capacity": {}})
+    try:
+        servers = bench.gate(servers, models[0], result)
+    except EngineError as error:
+        result.verdicts.clear()
+        console.print(f"the gate's engine ended early:\n{error}", markup=False)
+    for name in models if result.green else []:
+        for server in servers:
+            console.print(f"{name}: {server.name}", highlight=False)
+            bench.measure(server, name, result)
+    return result
+
+
+def chosen(device: str, quick: bool, workload: list[str] | None) -> list[Workload]:
+    """The workloads of a run."""
+    usual = shapes.CPU_WORKLOADS if device == "cpu" else shapes.QUICK_WORKLOADS if quick else shapes.WORKLOADS
+    return [shapes.parse_workload(text) for text in workload or usual]
+
+
+def main(
+    model: Annotated[list[str] | None, typer.Option(help="A shape; may be repeated.")] = None,
+    flow: Annotated[list[str] | None, typer.Option(help="A flow; may be repeated.")] = None,
+    dense: Annotated[list[str] | None, typer.Option(help="Dense attention backend of SGLang; may be repeated.")] = None,
+    workload: Annotated[list[str] | None, typer.Option(help="BATCHxCONTEXT, such as 16x32k; may be repeated.")] = None,
+    flow_config: Annotated[
+        str | None, typer.Option(help="JSON object, as for SGLang's flag; top_k 128 where not given, 4 on a CPU.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda" if torch.cuda.is_available() else "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Three workloads of the smaller shape, fewer tokens.")] = False,
+    seed: Annotated[int, typer.Option(help="Of prompts and forced tokens.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder for serving.json and serving.png.")] = Path("out"),
+) -> None:
+    """Measures stock SGLang dense and with flows. Exit status 1 if the gate is red or a flow counted no pages."""
+    if device not in DENSE:
+        raise typer.BadParameter(f"--device is {device!r}, expected cuda or cpu")
+    usual = ["tiny"] if device == "cpu" else ["Qwen3-1.7B"] if quick else ["Qwen3-1.7B", "Qwen3-8B"]
+    models = model or usual
+    said = flow_config or json.dumps({"top_k": 4 if device == "cpu" else 128})
+    new_tokens, repeats = (8, 3) if device == "cpu" else (32, 2) if quick else (128, 3)
+    try:
+        servers = shapes.parse_servers(tuple(flow or FLOWS), tuple(dense or DENSE[device]), json.loads(said))
+        workloads = chosen(device, quick, workload)
+        for name in models:
+            shapes.model_config(name, 1)
+    except (BenchError, json.JSONDecodeError) as error:
+        raise typer.BadParameter(str(error)) from error
+    with tempfile.TemporaryDirectory(prefix="flowlib-serving-") as scratch:
+        bench = Bench(device, workloads, new_tokens, repeats, seed, Path(scratch))
+        result = run_all(bench, models, servers)
+    render(result, console)
+    for path in save(result, out):
+        console.print(f"written: {path}")
+    if not (result.green and result.rows and result.proven):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
