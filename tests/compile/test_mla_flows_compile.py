@@ -70,8 +70,8 @@ def test_attention_of_other_sizes_and_dtypes(target):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", flowlib.list_flows(mla=True))
 def test_flow(name, target):
-    """Everything an update and a decode step launch: 128 heads and pages of 64, and 16 heads and pages of 16."""
-    for heads, page in ((128, 64), (16, 16)) if target == "sm_90" else ((128, 64),):
+    """Everything an update and a decode step launch: 128 heads and pages of 64, 16 heads and pages of 16 and of 1."""
+    for heads, page in ((128, 64), (16, 16), (16, 1)) if target == "sm_90" else ((128, 64),):
         flow = flowlib.build(name)
         plan = flowlib.profile(flow, flow.default_spec(group_size=heads, page_size=page, top_k=64))
         pool = flowlib.PagedPool(plan, num_pages=4)
@@ -80,8 +80,10 @@ def test_flow(name, target):
         with compile_only(target) as kernels:
             plan._executor.update(pool, torch.zeros(4, dtype=torch.int64))
             plan.launch(q, pool, batch, plan.allocate(2, plan.spec.max_pages, "cpu"))
+            plan.launch(q, pool, batch, plan.allocate(2, plan.spec.max_pages, "cpu"), torch.zeros(2, dtype=torch.int64))
         names = {kernel.name for kernel in kernels}
         assert {"update", "score", "select_kernel", "attend_mla_kernel"} <= names
+        assert ("score_and_update" in names) == (page == 1), "large pages are updated in a launch of their own"
         judge(kernels, target)
 
 

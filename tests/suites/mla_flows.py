@@ -152,6 +152,29 @@ def test_a_step_reads_latents_that_somebody_else_owns(impl, device):
     assert (wide[..., -8:] == 9.0).all()
 
 
+@flows
+def test_a_step_updates_the_pages_its_tokens_finish(name, device):
+    """One launch with the slots of the step's tokens is an update and a step."""
+    plan = flowlib.profile(flowlib.build(name), SPEC)
+    assert plan._executor.joined is not None
+    made = scene(plan, (9 * SPEC.page_size, 41, 0, 4 * SPEC.page_size), device=device)
+    slots = [own[-1] * SPEC.page_size + (n - 1) % SPEC.page_size if n else -1
+             for own, n in zip(made.pages, made.lengths, strict=True)]  # fmt: skip
+    loc = torch.tensor(slots, device=device)
+    apart, joined = made.pool_by("triton"), made.pool_by("triton")
+    for pool in (apart, joined):
+        for value in pool.fields.values():
+            value[[made.pages[0][-1], made.pages[3][-1]]] = 1.0
+    plan.update(apart, loc, impl="triton")
+    outputs = [plan.allocate(made.batch.size, made.batch.width, device) for _ in range(2)]
+    plan.launch(made.q, apart, made.batch, outputs[0])
+    plan.launch(made.q, joined, made.batch, outputs[1], loc)
+    assert not differing(*outputs)
+    for field, value in apart.fields.items():
+        assert torch.equal(bits(value), bits(joined.fields[field]))
+        assert (value[made.pages[0][-1]] != 1.0).any()
+
+
 class LoudestHead(flowlib.vFlowMLA):
     """Every query head chooses for itself, by its product with the largest latents."""
 
