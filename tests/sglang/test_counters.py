@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from flowlib.sglang import counters
 from flowlib.sglang.counters import METRICS, Counters, Publisher
@@ -102,3 +103,14 @@ def test_without_a_backend_that_counts_nothing_is_published(monkeypatch):
     monkeypatch.setattr(counters.Served, "publisher", None)
     counters.publish(SimpleNamespace())
     assert counters.Served.publisher is None
+
+
+def test_a_step_reads_nothing_on_the_host():
+    """Fake tensors have no values: a step that looked at one would raise, as reading them does."""
+    with FakeTensorMode():
+        made = Counters("some_flow", Pool(), 2, LAYERS, PAGE, "cpu")
+        made.allocate(4)
+        for in_graph in (False, True):
+            step(made, [64, 33], [[[2, 2], [1, 1]]] * 2, in_graph)
+        with pytest.raises(DataDependentOutputException):
+            made.totals[0].item()
