@@ -1,8 +1,8 @@
 """Page selection: the budget's best scored pages and the reserved pages of every list, ascending. One program a list.
 
 The k-th highest score is found by counting the scores above values between two bounds, first as numbers, then as
-integers that order as they do, so the result is exact and the same on every run. Rows of up to ``_REGISTER_WIDTH`` pages
-stay in registers; wider ones are read in each round.
+integers that order as they do, so the result is exact and the same on every run. Rows of up to ``_REGISTER_WIDTH``
+pages stay in registers; wider ones are read in each round.
 """
 
 from __future__ import annotations

@@ -1,0 +1,53 @@
+"""Scripts that are for a GPU: small cases interpreted, and what they say where there is none."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs a script's command line, by its module's name."""
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+
+    def run(script: str, *arguments: str):
+        app = typer.Typer()
+        app.command()(__import__(script).main)
+        return CliRunner().invoke(app, list(arguments))
+
+    yield run
+    for name in [n for n, m in sys.modules.items() if str(EXPERIMENTS) in str(getattr(m, "__file__", ""))]:
+        del sys.modules[name]
+
+
+def test_small_cases_of_a_flow_are_right(run):
+    done = run("small_cases", "--device", "cpu", "--flow", "block_sparse_attention")
+    assert done.exit_code == 0, done.output
+    assert "block_sparse_attention (float8 summaries): ok" in done.output
+    assert "wide rows: ok" in done.output
+    assert "page table: ok" in done.output
+
+
+def test_a_wrong_kernel_is_seen(run, monkeypatch):
+    select = __import__("flowlib.kernels.select", fromlist=["launch_select"]).launch_select
+
+    def wrong(*args: object, **kwargs: object) -> None:
+        select(*args, **{**kwargs, "top_k": 1})
+
+    monkeypatch.setattr("flowlib.kernels.select.launch_select", wrong)
+    done = run("small_cases", "--device", "cpu", "--flow", "block_sparse_attention")
+    assert done.exit_code == 1
+    assert "WRONG" in done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_crossover_needs_a_gpu(run):
+    done = run("crossover", "--batch", "1")
+    assert done.exit_code == 2
+    assert "no CUDA GPU is at hand" in done.output
