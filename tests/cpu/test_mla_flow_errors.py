@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import flowlib
 from flowlib.algorithms import QuestMLA
+from flowlib.cli import app
 from flowlib.errors import FlowDefinitionError, FormatError, OptionError, ShapeError
 from flowlib.ops import CMax, GeMM, topK
 from tests.refusals import refused
@@ -163,3 +165,16 @@ def test_flows_are_listed_by_what_they_read():
     assert "quest_mla" in flowlib.list_flows(mla=True)
     assert "quest_mla" not in flowlib.list_flows(mla=False)
     assert sorted(flowlib.list_flows(mla=True) + flowlib.list_flows(mla=False)) == flowlib.list_flows()
+
+
+def test_verify_all_takes_the_flows_that_sizes_of_a_latent_fit():
+    sizes = ("--kv-lora-rank", "8", "--head-dim", "12", "--group-size", "2", "--max-pages", "20", "--top-k", "2")
+    arguments = ["verify", "--all", "--impl", "reference", "--device", "cpu", "--page-size", "2", *sizes]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == "4 of 4 flows are right"
+    assert "quest_mla " in done.stdout
+    done = CliRunner().invoke(app, ["profile", "quest_mla", *sizes])
+    assert "QuestMLA: page_size 16, head_dim 12, 2 query / 1 kv heads" in done.stdout
+    done = CliRunner().invoke(app, ["profile", "quest_sparse_attention", *sizes])
+    assert (done.exit_code, done.stdout) == (2, "")
