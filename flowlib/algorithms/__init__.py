@@ -2,6 +2,7 @@
 
 from flowlib.algorithms.block_sparse import BlockSparseAttention, GQABlockSparseAttention
 from flowlib.algorithms.centered import CenteredBlockSparseAttention
+from flowlib.algorithms.entmax import EntmaxGaussianAttention, EntmaxTopKAttention
 from flowlib.algorithms.gaussian import GaussianSparseAttention
 from flowlib.algorithms.h2o import GQAH2OSparseAttention, H2OSparseAttention
 from flowlib.algorithms.h2o_token import GQAH2OTokenSparseAttention, H2OTokenSparseAttention
@@ -22,6 +23,8 @@ from flowlib.algorithms.venergy_gated import VEnergyGatedCentroid
 __all__ = [
     "BlockSparseAttention",
     "CenteredBlockSparseAttention",
+    "EntmaxGaussianAttention",
+    "EntmaxTopKAttention",
     "GQABlockSparseAttention",
     "GQAH2OSparseAttention",
     "GQAH2OTokenSparseAttention",

@@ -184,7 +184,7 @@ def _row_prologue(w: KernelWriter) -> None:
     w.parameter("s_page_table", "width", "full_pages", "dense_below", varying=True)
     _row_index(w)
     size = spec.page_size
-    w.line("seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)")
+    w.row_length()
     w.line("n_pages = seq_len" if size == 1 else f"n_pages = (seq_len + {size - 1}) // {size}")
     w.line(f"i_end = tl.minimum(n_pages, width) - {spec.eos}")
     w.line("in_full = (n_pages <= full_pages) | (seq_len <= dense_below)")

@@ -14,8 +14,8 @@ from flowlib.core.op import LEAF, SegmentOp, SelectOp
 from flowlib.core.trace import Traced
 
 
-def partition(traced: Traced) -> tuple[tuple[Stage, ...], dict[str, Buffer]]:
-    """Stages in the order they run, and the buffers between them."""
+def partition(traced: Traced) -> tuple[tuple[Stage, ...], dict[str, Buffer], dict[str, str]]:
+    """Stages in the order they run, the buffers between them, and the buffers of hints by the name of the hint."""
     stages: list[Stage] = []
     if traced.cache.stores:
         fields = traced.fields
@@ -24,15 +24,17 @@ def partition(traced: Traced) -> tuple[tuple[Stage, ...], dict[str, Buffer]]:
     selection = traced.indexer.selection
     if selection is None or not isinstance(selection.op, SelectOp):
         raise FlowDefinitionError("forward_indexer: no selection to partition")
-    cutter = _Cutter(topological([*traced.indexer.stores.values(), selection]))
+    hints = traced.indexer.hints
+    cutter = _Cutter(topological(traced.indexer.outputs))
     for node in cutter.order:
         if isinstance(node.op, SegmentOp):
             cutter.cut(node)
-    scores = cutter.materialized(selection.inputs[0], "scores", "score") if selection.inputs else None
+    wanted = {"scores": selection.inputs[0]} if selection.inputs else {}
+    names = cutter.materialized({**wanted, **hints}, "score")
     cutter.save(traced.indexer.stores)
     stages += cutter.stages
-    stages.append(SelectStage(selection.op, scores, selection.shape[0]))
-    return tuple(stages), cutter.buffers
+    stages.append(SelectStage(selection.op, names.get("scores"), selection.shape[0]))
+    return tuple(stages), cutter.buffers, {name: names[name] for name in hints}
 
 
 class _Cutter:
@@ -54,10 +56,11 @@ class _Cutter:
         label = type(op).__name__.lower()
         count = sum(isinstance(s, SegmentStage) for s in self.stages)
         suffix = f"_{count + 1}" if count else ""
-        sources = []
-        for name, source in zip(op.names, node.inputs, strict=True):
-            own = "" if len(op.names) == 1 else f"_{name}"
-            sources.append(self.materialized(source, f"{label}_in{own}{suffix}", f"before_{label}{own}{suffix}"))
+        inputs = {
+            f"{label}_in{'' if len(op.names) == 1 else f'_{name}'}{suffix}": source
+            for name, source in zip(op.names, node.inputs, strict=True)
+        }
+        sources = list(self.materialized(inputs, f"before_{label}{suffix}").values())
         per_row = node.format is FORMAT.BATCHED
         alone = len(sources) == 1 and self.users[id(node.inputs[0])] == 1
         if alone and op.aliasable and not per_row:
@@ -84,17 +87,29 @@ class _Cutter:
         else:
             self.stages.append(TileStage("save", outputs))
 
-    def materialized(self, node: Node, buffer: str, stage: str) -> str:
-        """Name of the buffer that holds `node`; writes it in a new tile stage if none does."""
-        known = self.leaves.get(id(node))
-        if known is not None:
-            return known.name
+    def materialized(self, wanted: Mapping[str, Node], stage: str) -> dict[str, str]:
+        """Names of the buffers that hold some values, by the name wanted; new tile stages write those that none holds.
+
+        Values with an entry per page are written by one stage; those with an entry per row by another one before it.
+        """
+        for per_row in (True, False):
+            missing = {n: x for n, x in wanted.items() if (x.format is FORMAT.BATCHED) is per_row}
+            self._write(missing, f"{stage}_rows" if per_row else stage, per_row)
+        return {name: self.leaves[id(node)].name for name, node in wanted.items()}
+
+    def _write(self, wanted: Mapping[str, Node], stage: str, per_row: bool) -> None:
+        missing = {id(node): (name, node) for name, node in wanted.items() if id(node) not in self.leaves}
+        if not missing:
+            return
         self.last_values = {}
-        value = self._substituted(node, self.last_values)
-        self.buffers[buffer] = Buffer(buffer, node.shape)
-        self.stages.append(TileStage(stage, (Output(value, buffer, "buffer"),)))
-        self.leaves[id(node)] = _buffer_leaf(buffer, node.shape, FORMAT.RAGGED)
-        return buffer
+        outputs = tuple(
+            Output(self._substituted(node, self.last_values), name, "rows" if per_row else "buffer")
+            for name, node in missing.values()
+        )
+        self.stages.append(TileStage(stage, outputs))
+        for name, node in missing.values():
+            self.buffers[name] = Buffer(name, node.shape, paged=not per_row)
+            self.leaves[id(node)] = _buffer_leaf(name, node.shape, node.format if per_row else FORMAT.RAGGED)
 
     def _substituted(self, node: Node, done: dict[int, Node]) -> Node:
         known = self.leaves.get(id(node)) or done.get(id(node))

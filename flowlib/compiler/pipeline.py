@@ -9,7 +9,7 @@ from flowlib.compiler.emit import emit
 from flowlib.compiler.partition import partition
 from flowlib.compiler.program import Program
 from flowlib.compiler.simplify import simplify
-from flowlib.compiler.verify import check_state, verify
+from flowlib.compiler.verify import check_attention, check_state, verify
 from flowlib.core.flow import vFlow
 from flowlib.core.spec import Spec
 from flowlib.core.trace import trace
@@ -24,8 +24,9 @@ def compile_flow(flow: vFlow, spec: Spec) -> Program:
     flow.check_spec(spec)
     traced = trace(flow, spec)
     verify(traced)
+    check_attention(traced, spec)
     traced = simplify(traced)
-    stages, buffers = partition(traced)
+    stages, buffers, hints = partition(traced)
     check_state(traced, spec)
     source = emit(stages, spec, title=f"{type(traced.flow).__name__}")
-    return Program(traced, stages, buffers, source)
+    return Program(traced, stages, buffers, source, hints)

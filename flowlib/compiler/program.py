@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flowlib.core.graph import Node
 from flowlib.core.op import LEAF, Op, SegmentOp, SelectOp
@@ -88,12 +88,14 @@ class Program:
         stages: in the order they run; the attend stage follows the last.
         buffers: by name.
         source: text of the generated module.
+        hints: names of the buffers that hold what attention is told, by the name of the hint.
     """
 
     traced: Traced
     stages: tuple[Stage, ...]
     buffers: dict[str, Buffer]
     source: str
+    hints: dict[str, str] = field(default_factory=dict)
 
     @property
     def update(self) -> TileStage | None:

@@ -37,8 +37,8 @@ def _unique(graph: Graph) -> Graph:
 
 
 def _mapped(graph: Graph, new: Mapping[int, Node]) -> Graph:
-    stores = {name: new[id(node)] for name, node in graph.stores.items()}
-    return Graph(graph.side, stores, None if graph.selection is None else new[id(graph.selection)])
+    stores, hints = ({name: new[id(node)] for name, node in x.items()} for x in (graph.stores, graph.hints))
+    return Graph(graph.side, stores, None if graph.selection is None else new[id(graph.selection)], hints)
 
 
 def _envelopes_as_dots(graph: Graph, summaries: Mapping[str, Node]) -> Graph:

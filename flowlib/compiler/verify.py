@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flowlib.core.attention import Softmax, check_normaliser
 from flowlib.core.errors import FlowDefinitionError, OptionError, SourceLine, located
 from flowlib.core.flow import vFlowMLA
 from flowlib.core.spec import Spec
@@ -47,6 +48,28 @@ def _line_of(traced: Traced, name: str) -> SourceLine | None:
     saved = traced.indexer.stores.get(name)
     where = None if saved is None else saved.where
     return where or method_line(traced.flow.create_cache, name)
+
+
+def check_attention(traced: Traced, spec: Spec) -> None:
+    """Checks the flow's normaliser, and that it takes what ``forward_indexer`` tells it.
+
+    Raises:
+        FlowDefinitionError: `attention` is no normaliser, or has no use for a hint, or lacks one.
+        OptionError: the spec's attention can't have it.
+    """
+    flow = type(traced.flow).__name__
+    attention = check_normaliser(flow, traced.flow.attention)
+    hints = traced.indexer.hints
+    if isinstance(attention, Softmax):
+        for name, node in hints.items():
+            raise located(FlowDefinitionError(f"{flow}: attention is softmax, which takes no {name}"), node.where)
+        return
+    if spec.is_mla:
+        raise OptionError(f"{flow}: attention is {attention}, expected softmax for a flow over MLA's latent")
+    if attention.tau_mode != "exact" and "estimate" not in hints:
+        raise FlowDefinitionError(
+            f"{flow}: attention is {attention}, and forward_indexer gives no estimate: add TauEstimate()(tau, o)"
+        )
 
 
 def check_state(traced: Traced, spec: Spec) -> None:

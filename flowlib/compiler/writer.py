@@ -35,6 +35,7 @@ class KernelWriter:
 
     Attributes:
         has_page_axis: whether page numbers are a block, else one number: the written page.
+        knows_length: whether a line has assigned ``seq_len``.
     """
 
     def __init__(self, name: str, spec: Spec, tile: int, imports: dict[str, set[str]]) -> None:
@@ -48,6 +49,7 @@ class KernelWriter:
         self._lines: list[str] = []
         self._names: set[str] = set(PROLOGUE)
         self.has_page_axis = True
+        self.knows_length = False
         self._offsets: set[int] = set()
         self._upcast: dict[str, str] = {}
         self._varying: set[str] = set()
@@ -102,6 +104,21 @@ class KernelWriter:
 
     def positions(self) -> Block:
         return Block(self._assign(self.hint, f"o_p{_expand(0)}.to(tl.float32)"), (1, 1), True)
+
+    def row_length(self) -> str:
+        if not self.knows_length:
+            self.parameter("p_seq_lens")
+            self.line("seq_len = tl.load(p_seq_lens + i_b).to(tl.int64)")
+            self.knows_length = True
+        return "seq_len"
+
+    def of_heads(self, tensor: str) -> Block:
+        size = self.spec.group_size
+        self.parameter(f"p_{tensor}")
+        place, mask = self.lanes(size, 1), self._mask((size, 1), False)
+        guard = f", mask={mask}, other=0.0" if mask else ""
+        text = f"tl.load(p_{tensor} + i_h * {size} + {place}{guard})"
+        return Block(self._assign(tensor, text), (size, 1), False, torch.float32, 0.0)
 
     def lanes(self, size: int, axis: int) -> str:
         return f"{self.offset(size)}{_expand(axis)}"

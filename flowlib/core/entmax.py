@@ -165,3 +165,31 @@ def _derivatives(x: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.
     f = power(x, beta).sum(-1, keepdim=True) - 1.0
     slope = -beta * power(x, beta - 1.0).sum(-1, keepdim=True)
     return f, slope, beta * (beta - 1.0) * power(x, beta - 2.0).sum(-1, keepdim=True)
+
+
+def from_estimate(
+    s: torch.Tensor, a: torch.Tensor, estimate: torch.Tensor, mode: str, niter: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """p, tau and the mass before any division, of scores ``[B, H_q, T]``, a ``[H_q]`` and estimates ``[B, H_q]``.
+
+    Args:
+        s: -inf where hidden.
+        a: alpha − 1, in the dtype of `s`.
+        estimate: of tau.
+        mode: ``"corrected"`` or ``"fixed"``.
+        niter: steps of ``"corrected"``, which divides p by the mass.
+    """
+    if s.shape[2] == 0:
+        return s, torch.full_like(estimate, float("-inf")), torch.zeros_like(estimate)
+    top = s.amax(-1, keepdim=True)
+    empty = top == float("-inf")
+    top = top.masked_fill(empty, 0.0)
+    z, a = a[:, None] * (s - top), a[:, None].expand(*s.shape[:2], 1)
+    tau = estimate[..., None] - a * top
+    if mode == "corrected":
+        tau = correct_tau(z.flatten(0, 1), tau.flatten(0, 1), a.flatten(0, 1), niter).view(tau.shape)
+    p = power(z - tau, 1.0 / a)
+    mass = p.sum(-1, keepdim=True)
+    if mode == "corrected":
+        p = torch.where(mass > 0, p / mass, 0.0)
+    return p, (tau + a * top).masked_fill(empty, float("-inf")).squeeze(-1), mass.squeeze(-1)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from flowlib.core.attention import Normaliser, Softmax
 from flowlib.core.context import ContextBase
 from flowlib.core.errors import FlowDefinitionError, FormatError, OptionError, located
 from flowlib.core.formats import FORMAT, Mode, Side
@@ -32,6 +33,8 @@ class vFlow:
     """The name it is registered under."""
     default_sizes: ClassVar[Mapping[str, Any]] = {}
     """Numbers of the spec where none is given."""
+    attention: Normaliser = Softmax()
+    """What the scores of attention become weights by; see :mod:`flowlib.attention`."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -50,6 +53,10 @@ class vFlow:
     def forward_indexer(self, q: vTensor, o: SelectionHandle, cache: Mapping[str, vTensor], ctx: ContextBase) -> None:
         """Scores pages and ends in one op that writes `o`; q is BATCHED ``[B, G, head_dim]``."""
         raise FlowDefinitionError(f"{type(self).__name__} defines no forward_indexer")
+
+    def adapt(self, spec: Spec) -> Spec:
+        """The spec the flow runs for, where one of its options decides what another number of the spec says."""
+        return spec
 
     def declare(self, spec: Spec) -> object:
         """What :meth:`create_cache` returns for `spec`. Raises OptionError if K and V of the spec are one latent."""

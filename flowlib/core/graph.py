@@ -79,17 +79,19 @@ class Graph:
         side: the method.
         stores: field name to the node stored in it.
         selection: the node of the op that writes ``o`` (indexer side only).
+        hints: what attention is told beside the selection, by the name of the hint.
     """
 
     side: Side
     stores: dict[str, Node]
     selection: Node | None = None
+    hints: dict[str, Node] = field(default_factory=dict)
 
     @property
     def outputs(self) -> tuple[Node, ...]:
-        """Stored nodes, then the selection."""
+        """Stored nodes, hints, then the selection."""
         last = () if self.selection is None else (self.selection,)
-        return (*self.stores.values(), *last)
+        return (*self.stores.values(), *self.hints.values(), *last)
 
     def nodes(self) -> list[Node]:
         """Every node the outputs reach, inputs before users."""

@@ -84,6 +84,14 @@ class Emitter(Protocol):
         """The logical page numbers as fp32, ``[pages, 1, 1]``."""
         ...
 
+    def row_length(self) -> str:
+        """The tokens of the row, an int64 expression."""
+        ...
+
+    def of_heads(self, tensor: str) -> Block:
+        """An fp32 tensor ``[H_q]`` of the step at the row's query heads, ``[1, G, 1]``."""
+        ...
+
     def lanes(self, size: int, axis: int) -> str:
         """The index along inner `axis` of `size`, an int32 expression that broadcasts over the other axes."""
         ...
@@ -200,6 +208,10 @@ class SegmentOp(Op):
     """Whether the launch function may write its result over its input."""
     in_place: ClassVar[bool] = False
     """Whether flows of the language's first version call it for its effect on its argument."""
+    reads_rows: ClassVar[bool] = False
+    """Whether its meaning takes :class:`flowlib.core.rows.Rows` as `rows`, and its launch function ALiBi slopes."""
+    reads_queries: ClassVar[bool] = False
+    """Whether it reads a step's queries and keys, too, so that it can't be called alone."""
     kernel: ClassVar[str] = ""
     """Import string ``module:function`` of the launch function."""
 

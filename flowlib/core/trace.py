@@ -25,6 +25,7 @@ from flowlib.core.float8 import SCALES
 from flowlib.core.formats import FORMAT, Mode, Side
 from flowlib.core.graph import Field, Graph, Node, roundings
 from flowlib.core.op import LEAF, Op, SegmentOp, Stored, check_field_dtype
+from flowlib.core.rows import HintOp
 from flowlib.core.spec import Spec
 from flowlib.core.vtensor import SelectionHandle, vTensor
 
@@ -47,6 +48,7 @@ class ProfileContext(ContextBase):
         self.selections: list[Node] = []
         self.in_place: frozenset[int] = frozenset()
         self.segment_calls: list[Node] = []
+        self.hints: dict[str, Node] = {}
 
     def apply(
         self,
@@ -57,6 +59,9 @@ class ProfileContext(ContextBase):
         loc: object,
     ) -> vTensor | None:
         nodes = tuple(self._node_of(op, x) for x in inputs)
+        if isinstance(op, HintOp):
+            self._tell(op, nodes[0])
+            return None
         if result is None:
             lanes = inputs[0].shape[0] if inputs else 1
             if lanes not in (1, self.spec.group_size):
@@ -92,7 +97,20 @@ class ProfileContext(ContextBase):
             raise FlowDefinitionError(
                 f"forward_indexer: 'o' is written {len(self.selections)} times, expected once ({lines})"
             )
-        return Graph(self.side, self.stores, self.selections[0])
+        return Graph(self.side, self.stores, self.selections[0], self.hints)
+
+    def _tell(self, op: HintOp, node: Node) -> None:
+        if op.hint in self.hints:
+            raise FlowDefinitionError(f"{op.label}: 'o' is told twice, expected once ({self.hints[op.hint].where})")
+        expected = (self.spec.group_size,) if not op.per_page else (1, self.spec.group_size)
+        if node.shape[1] != 1 or node.shape[0] not in expected:
+            raise ShapeError(
+                f"{op.label}: 'x' is [., {node.shape[0]}, {node.shape[1]}], expected [., n, 1] with n of "
+                f"{' or '.join(map(str, dict.fromkeys(expected)))}"
+            )
+        if not op.per_page and node.format is not FORMAT.BATCHED:
+            raise FormatError(f"{op.label}: 'x' is {node.format.name}, expected BATCHED: one entry per row")
+        self.hints[op.hint] = node
 
     def _node_of(self, op: Op, x: vTensor) -> Node:
         field = x.name

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from flowlib.core.entmax import correct_tau, power
+from flowlib.core.attention import TAU_MODES
+from flowlib.core.entmax import from_estimate
 from flowlib.core.errors import BatchError, OptionError, ShapeError
 from flowlib.entmax import checks
 from flowlib.entmax.checks import Alpha
 from flowlib.entmax.selection import check_selection
 from flowlib.entmax.solver import entmax
 
-TAU_MODES = ("exact", "corrected", "fixed")
 DEFAULT_CORRECTIONS = 3
 
 
@@ -103,7 +103,7 @@ def entmax_attention(
         mass = p.sum(-1)
     else:
         estimate = _check_estimate("entmax_attention", mode, tau_hat, (rows, heads)).to(wide)
-        p, tau, mass = _from_estimate(tokens.scores, alpha_heads.to(wide) - 1.0, estimate, mode, steps)
+        p, tau, mass = from_estimate(tokens.scores, alpha_heads.to(wide) - 1.0, estimate, mode, steps)
     o = weighted_values(p, tokens.physical, kv[1])
     return Attended(o if dtype is not None else o.to(q.dtype), tau, mass)
 
@@ -218,23 +218,3 @@ def weighted_values(p: torch.Tensor, physical: torch.Tensor, v: torch.Tensor) ->
             values = v[physical[b, h][page], token % page_size, h * v.shape[2] // heads]
             o[b, h] = p[b, h][token] @ values.to(p.dtype)
     return o
-
-
-def _from_estimate(
-    s: torch.Tensor, a: torch.Tensor, estimate: torch.Tensor, mode: str, niter: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """p, tau and the mass before any division, of scores ``[B, H_q, T]``, a ``[H_q]`` and estimates ``[B, H_q]``."""
-    if s.shape[2] == 0:
-        return s, torch.full_like(estimate, float("-inf")), torch.zeros_like(estimate)
-    top = s.amax(-1, keepdim=True)
-    empty = top == float("-inf")
-    top = top.masked_fill(empty, 0.0)
-    z, a = a[:, None] * (s - top), a[:, None].expand(*s.shape[:2], 1)
-    tau = estimate[..., None] - a * top
-    if mode == "corrected":
-        tau = correct_tau(z.flatten(0, 1), tau.flatten(0, 1), a.flatten(0, 1), niter).view(tau.shape)
-    p = power(z - tau, 1.0 / a)
-    mass = p.sum(-1, keepdim=True)
-    if mode == "corrected":
-        p = torch.where(mass > 0, p / mass, 0.0)
-    return p, (tau + a * top).masked_fill(empty, float("-inf")).squeeze(-1), mass.squeeze(-1)

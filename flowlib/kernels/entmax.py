@@ -29,19 +29,19 @@ _REGISTER_TOKENS = 4096  # a head's tokens that stay in registers while tau is s
 _VALUE_TILES = 64
 _SOLVE_TILES = 2048
 
-_STEPS = 64
-
 EXACT, CORRECTED, FIXED = 0, 1, 2
 """Where tau comes from: solved for, a few steps from an estimate, or the estimate itself."""
 MODES = {"exact": EXACT, "corrected": CORRECTED, "fixed": FIXED}
 _KIND = {1.5: 1, 2.0: 2}
+_VARYING = ["W", "M", "bos", "eos", "n_steps", "s_table", "s_bound_row", "s_bound_lane", "exact_pages", "exact_tokens"]
 
 
-@triton.jit(do_not_specialize=["W", "M", "bos", "eos", "n_steps", "s_table", "s_bound_row", "s_bound_lane"])
+@triton.jit(do_not_specialize=_VARYING)
 def score_kernel(
     p_q, p_k, p_table, p_seq_lens, p_pages, p_physical, p_lengths, p_slopes, p_z, p_tile_max, p_active, p_state,
     p_tau, p_estimate, p_bounds, p_certified, p_a, p_arrived, qk_scale, a, beta, n_steps,
-    s_q_b, s_q_h, s_k_t, s_k_h, s_z, s_table, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos,
+    s_q_b, s_q_h, s_k_t, s_k_h, s_z, s_table, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos, exact_pages,
+    exact_tokens,
     H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, QK_TYPE: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr,
     BT: tl.constexpr, BW: tl.constexpr, LOOP: tl.constexpr, BN: tl.constexpr, FINEST: tl.constexpr,
@@ -119,14 +119,14 @@ def score_kernel(
             solve_head(
                 p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, p_certified, p_pages, p_seq_lens, p_a,
                 i_b, i_h * G + i_lane, i_list, n_pages, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos,
-                a, beta, n_steps, H, G, KIND, MODE, EVERY, PAGE, BT, BW, LOOP, BN, FINEST,
+                exact_pages, exact_tokens, a, beta, n_steps, H, G, KIND, MODE, EVERY, PAGE, BT, BW, LOOP, BN, FINEST,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["W", "M", "bos", "eos", "n_steps", "s_bound_row", "s_bound_lane"])
+@triton.jit(do_not_specialize=_VARYING)
 def threshold_kernel(
     p_seq_lens, p_pages, p_lengths, p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, p_certified, p_a,
-    a, beta, n_steps, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos,
+    a, beta, n_steps, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos, exact_pages, exact_tokens,
     H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
     LOOP: tl.constexpr, BN: tl.constexpr, FINEST: tl.constexpr, KIND: tl.constexpr, MODE: tl.constexpr,
     EVERY: tl.constexpr, PDL: tl.constexpr,
@@ -140,7 +140,7 @@ def threshold_kernel(
     solve_head(
         p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, p_certified, p_pages, p_seq_lens, p_a,
         i_b, i_hq, i_list, n_pages, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos,
-        a, beta, n_steps, H, G, KIND, MODE, EVERY, PAGE, BT, BW, LOOP, BN, FINEST,
+        exact_pages, exact_tokens, a, beta, n_steps, H, G, KIND, MODE, EVERY, PAGE, BT, BW, LOOP, BN, FINEST,
     )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def _sum_of_splits(
         tl.store(p_mass + i_b * HQ + i_hq + o_g, b_mass, mask=m_g)
 
 
-@triton.jit(do_not_specialize=["W", "M", "s_table"])
+@triton.jit(do_not_specialize=_VARYING)
 def value_kernel(
     p_v, p_table, p_seq_lens, p_pages, p_physical, p_lengths, p_z, p_tile_max, p_state, p_a, p_o, p_mass,
     p_partial_o, p_partial_mass, p_arrived, beta, v_scale, s_v_t, s_v_h, s_o_b, s_o_h, s_z, s_table, W, M,
@@ -305,7 +305,7 @@ def launch_entmax(
     arrived: Any = None, *,
     num_kv_heads: int, group_size: int, lanes: int, page_size: int, scale: float, k_scale: float, v_scale: float,
     alpha: float, a_of_head: Any = None, mode: str = "exact", steps: int = 0, estimate: Any = None,
-    bounds: Any = None, certified: Any = None, bos: int = 0, eos: int = 1,
+    exact_pages: int = 0, exact_tokens: int = 0, bounds: Any = None, certified: Any = None, bos: int = 0, eos: int = 1,
     alibi_slopes: Any = None, num_splits: int = 1, physical: Any = None, selected: bool = False, every: bool = False,
     pdl: bool = False,
 ) -> None:  # fmt: skip
@@ -325,6 +325,7 @@ def launch_entmax(
         mode: "exact" solves for tau; "corrected" takes `steps` steps from the estimate, kept inside the bracket that
             holds tau, and divides by the mass; "fixed" takes the estimate as it is and does not divide.
         estimate: fp32 ``[bs, H_q]`` contiguous, a tau; None in mode "exact".
+        exact_pages, exact_tokens: rows of at most so many pages or tokens have no estimate and are exact in every mode.
         bounds: fp32 ``[bs * num_kv_heads, group_size or 1, width]``, any strides: bounds of the scores in each page,
             read at the scored pages ``[bos, S - eos)``.
         certified: int8 ``[bs, H_q]`` contiguous, written where `bounds` are given: 1 where no scored page outside of
@@ -351,12 +352,13 @@ def launch_entmax(
         "BN": min(_SOLVE_TILES, triton.next_power_of_2(tokens // block)), "FINEST": _FINEST,
         "KIND": kind, "MODE": MODES[mode], "EVERY": every, **launch,
     }  # fmt: skip
-    n_steps = _STEPS if mode == "exact" else steps if mode == "corrected" else 0
+    n_steps = steps if mode == "corrected" else 0
+    reserved = (bos, eos, exact_pages, exact_tokens)
     known = (z, tile_max, active, state, tau, estimate, bounds, certified, a_of_head)
     score_kernel[grid](
         q, k, page_table, seq_lens, pages, physical, lengths, alibi_slopes, *known, arrived, scale * k_scale,
         a, 1.0 / a, n_steps, *q.stride()[:2], *k.stride()[:2], tokens, page_table.stride(0), *strides, columns,
-        longest, bos, eos, D=head_dim, D0=d0, D1=d1, QK_TYPE=qk_type, HEADS=heads, BH=_HEAD_TILE,
+        longest, *reserved, D=head_dim, D0=d0, D1=d1, QK_TYPE=qk_type, HEADS=heads, BH=_HEAD_TILE,
         SELECTED=selected, SPLIT=num_splits > 1, PHYSICAL=physical is not None, WHOLE=block % page_size == 0,
         num_warps=warps,
         num_stages=2, **solving,
@@ -364,7 +366,7 @@ def launch_entmax(
     if heads > 1:
         threshold_kernel[(tau.numel(),)](
             seq_lens, pages, lengths, *known, a, 1.0 / a, n_steps, tokens, *strides, columns, longest,
-            bos, eos, num_warps=_THRESHOLD_WARPS, num_stages=1, **solving,
+            *reserved, num_warps=_THRESHOLD_WARPS, num_stages=1, **solving,
         )  # fmt: skip
     value_kernel[grid](
         v, page_table, seq_lens, pages, physical, lengths, z, tile_max, state, a_of_head, o, mass,

@@ -14,6 +14,7 @@ import triton.language as tl
 _LOOP_TOKENS = tl.constexpr(2048)
 _PAGES = tl.constexpr(1024)
 _NEWTON_STEPS = tl.constexpr(12)
+_STEPS = tl.constexpr(64)
 _TOLERANCE = tl.constexpr(1e-6)
 _ENOUGH = tl.constexpr(1.0 - 64 * 2.0**-23)
 STATE = tl.constexpr(4)
@@ -112,10 +113,13 @@ def _sums(
 
 @triton.jit
 def _iterate(
-    b_z, p_z, p_active, n_active, n_tokens, top, t, w, high_t, high_w, a, beta, n_steps,
+    b_z, p_z, p_active, n_active, n_tokens, top, t, w, high_t, high_w, a, beta, n_steps, exact,
     KIND: tl.constexpr, MODE: tl.constexpr, CHECK: tl.constexpr, LOOP: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """(t, w, a last step, whether the mass is 1 there) of one row, from a first t and w inside the bracket."""
+    """(t, w, a last step, whether the mass is 1 there) of one row, from a first t and w inside the bracket.
+
+    Where it ends, the last step of an exact row is taken apart from t.
+    """
     low_t, low_w = tl.full((), -1.0, tl.float32), tl.zeros((), tl.float32)
     total, slope = tl.full((), 1.0, tl.float32), tl.full((), 1.0, tl.float32)
     i = tl.zeros((), tl.int32)
@@ -125,19 +129,18 @@ def _iterate(
         next_t, next_w, low_t, low_w, high_t, high_w, going = _advance(
             total, slope, a, t, w, low_t, low_w, high_t, high_w, i, n_steps, KIND
         )
-        if MODE == 0:  # EXACT: where it ends, the last step is taken apart from t
+        if MODE == 0:
             t, w = tl.where(going, next_t, t), tl.where(going, next_w, w)
         else:
-            t, w = next_t, next_w
+            t, w = tl.where(going | ~exact, next_t, t), tl.where(going | ~exact, next_w, w)
         i += 1
-    if MODE == 0:
-        rest = a * (total - 1.0) / slope
-        enough = total >= 0.5  # the last step mends what is missing; NaN certifies nothing
-    else:
-        rest = tl.zeros((), tl.float32)
+    rest = a * (total - 1.0) / slope
+    enough = total >= 0.5  # the last step mends what is missing; NaN certifies nothing
+    if MODE > 0:
+        rest = tl.where(exact, rest, 0.0)
         if CHECK:
             total, slope = _sums(b_z, p_z, p_active, n_active, n_tokens, top, t, w, beta, KIND, LOOP, BT, BW)
-        enough = total >= _ENOUGH
+            enough = (exact & enough) | (total >= _ENOUGH)
     return t, w, rest, enough
 
 
@@ -179,7 +182,7 @@ def _is_exact(
 @triton.jit
 def _solve(
     p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, s_bound, p_certified, p_pages,
-    n_pages, first, last, a, beta, n_steps,
+    n_pages, first, last, a, beta, n_steps, exact,
     KIND: tl.constexpr, MODE: tl.constexpr, EVERY: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
     LOOP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -199,11 +202,13 @@ def _solve(
     high_t, high_w = -least, 1.0 - least
     t, w = tl.full((), -1.0, tl.float32), tl.zeros((), tl.float32)
     if MODE > 0:
-        t = tl.load(p_estimate) - top
+        estimate = tl.load(p_estimate) - top
         if MODE == 1:
-            t = tl.minimum(tl.maximum(t, -1.0), high_t)
+            estimate = tl.minimum(tl.maximum(estimate, -1.0), high_t)
+        t = tl.where(exact, t, estimate)
         w = t + 1.0
-    n_steps = tl.where(empty, 0, n_steps)
+        n_steps = tl.where(exact, _STEPS, n_steps)
+    n_steps = tl.where(empty, 0, n_steps if MODE > 0 else _STEPS)
     CHECK: tl.constexpr = p_bounds is not None
     o_w = tl.arange(0, BW)
     if LOOP:
@@ -211,7 +216,7 @@ def _solve(
             # [BW]
             b_z = tl.load(p_z + o_w, mask=o_w < n_tokens, other=float("-inf"))
             t, w, rest, enough = _iterate(
-                b_z, p_z, p_active, 0, n_tokens, top, t, w, high_t, high_w, a, beta, n_steps,
+                b_z, p_z, p_active, 0, n_tokens, top, t, w, high_t, high_w, a, beta, n_steps, exact,
                 KIND, MODE, CHECK, False, BT, BW,
             )  # fmt: skip
         else:
@@ -219,12 +224,12 @@ def _solve(
             tl.debug_barrier()  # other threads read the list
             t, w, rest, enough = _iterate(
                 tl.zeros((1,), tl.float32), p_z, p_active, n_active, n_tokens, top, t, w, high_t, high_w, a, beta,
-                n_steps, KIND, MODE, CHECK, True, BT, _LOOP_TOKENS,
+                n_steps, exact, KIND, MODE, CHECK, True, BT, _LOOP_TOKENS,
             )  # fmt: skip
     else:
         b_z = tl.load(p_z + o_w, mask=o_w < n_tokens, other=float("-inf"))
         t, w, rest, enough = _iterate(
-            b_z, p_z, p_active, 0, n_tokens, top, t, w, high_t, high_w, a, beta, n_steps,
+            b_z, p_z, p_active, 0, n_tokens, top, t, w, high_t, high_w, a, beta, n_steps, exact,
             KIND, MODE, CHECK, False, BT, BW,
         )  # fmt: skip
     tau = tl.where(empty, float("-inf"), top + (t + rest))
@@ -242,7 +247,8 @@ def _solve(
 @triton.jit
 def solve_head(
     p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, p_certified, p_pages, p_seq_lens, p_a,
-    i_b, i_hq, i_list, n_pages, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos, a, beta, n_steps,
+    i_b, i_hq, i_list, n_pages, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos, exact_pages,
+    exact_tokens, a, beta, n_steps,
     H: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr, MODE: tl.constexpr, EVERY: tl.constexpr, PAGE: tl.constexpr,
     BT: tl.constexpr, BW: tl.constexpr, LOOP: tl.constexpr, BN: tl.constexpr, FINEST: tl.constexpr,
 ):  # fmt: skip
@@ -256,8 +262,11 @@ def solve_head(
         p_bounds += (i_b * H + i_hq // G) * s_bound_row + (i_hq % G) * s_bound_lane
         p_certified += i_line
         last = tl.minimum(tl.cdiv(tl.load(p_seq_lens + i_b), PAGE), W) - eos
+    exact = True
     if p_estimate is not None:
         p_estimate += i_line
+        seq_len = tl.load(p_seq_lens + i_b)
+        exact = (tl.cdiv(seq_len, PAGE) <= exact_pages) | (seq_len <= exact_tokens)
     if p_active is not None:
         p_active += i_line * (s_z // FINEST)
     if not EVERY:
@@ -265,5 +274,5 @@ def solve_head(
     _solve(
         p_z + i_line * s_z, p_tile_max + i_line * (s_z // FINEST), p_active, p_state + i_line * STATE, p_tau + i_line,
         p_estimate, p_bounds, s_bound_page, p_certified, p_pages, n_pages, bos, last,
-        a, beta, n_steps, KIND, MODE, EVERY, PAGE, BT, BW, LOOP, BN,
+        a, beta, n_steps, exact, KIND, MODE, EVERY, PAGE, BT, BW, LOOP, BN,
     )  # fmt: skip

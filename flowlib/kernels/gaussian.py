@@ -1,4 +1,8 @@
-"""The threshold of entmax over normal scores: one program a plane of a row, bisection with scalars or page by page."""
+"""The threshold of entmax over normal scores: one program a plane of a row, over scalars or page by page.
+
+The expected mass F falls with the threshold, and log F is concave for one normal: Newton steps on it inside a bracket
+take five to ten evaluations.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,10 @@ from flowlib.kernels.pdl import begin, options
 
 _BLOCK = 2048
 _VALUES_PER_THREAD = 8
-_BISECTIONS = tl.constexpr(48)
+_NEWTON_STEPS = tl.constexpr(12)
+_STEPS = tl.constexpr(64)
+_TOLERANCE = tl.constexpr(1e-6)
+_TAIL_TOKENS = tl.constexpr(16)
 _NODES = tl.constexpr(48)
 _MIN_SIGMA = tl.constexpr(1e-6)
 _FAR = tl.constexpr(64.0)
@@ -36,85 +43,157 @@ def _erfc(b_x):
 
 
 @triton.jit
-def _moment(b_t, BETA: tl.constexpr):
-    """E[max(t + Z, 0)^BETA] of a standard normal Z."""
+def _moments(b_t, BETA: tl.constexpr):
+    """E[max(t + Z, 0)^p] of a standard normal Z, for p = BETA and for p = BETA - 1."""
     b_density = 0.3989422804014327 * tl.exp(-0.5 * b_t * b_t)
     b_below = 0.5 * _erfc(-0.7071067811865476 * b_t)
     if BETA == 1.0:
-        b_m = b_t * b_below + b_density
+        b_m, b_less = b_t * b_below + b_density, b_below
     elif BETA == 2.0:
-        b_m = (b_t * b_t + 1.0) * b_below + b_t * b_density
+        b_m, b_less = (b_t * b_t + 1.0) * b_below + b_t * b_density, b_t * b_below + b_density
     elif BETA == 3.0:
         b_m = (b_t * b_t + 3.0) * b_t * b_below + (b_t * b_t + 2.0) * b_density
+        b_less = (b_t * b_t + 1.0) * b_below + b_t * b_density
     else:
         b_start = tl.sqrt_rn(tl.maximum(b_t - 9.0, 0.0))
         b_range = tl.sqrt_rn(tl.maximum(b_t, 0.0) + 9.0) - b_start
-        b_m = b_t * 0.0
+        b_m, b_less = b_t * 0.0, b_t * 0.0
         for i_node in tl.range(0, _NODES):
             b_u = b_start + b_range * ((i_node + 0.5) / _NODES)
             b_d = b_u * b_u - b_t
-            b_m += tl.exp(2.0 * BETA * tl.log(b_u) - 0.5 * b_d * b_d) * 2.0 * b_u
-        b_m = b_m * b_range * (0.3989422804014327 / _NODES)
-    return tl.maximum(b_m, 0.0)
+            b_part = tl.exp(2.0 * (BETA - 1.0) * tl.log(b_u) - 0.5 * b_d * b_d) * 2.0 * b_u
+            b_less += b_part
+            b_m += b_part * b_u * b_u
+        b_unit = b_range * (0.3989422804014327 / _NODES)
+        b_m, b_less = b_m * b_unit, b_less * b_unit
+    return tl.maximum(b_m, 0.0), tl.maximum(b_less, 0.0)
 
 
 @triton.jit
-def _expected_power(b_mean, b_sigma, BETA: tl.constexpr):
-    """E[max(Y, 0)^BETA] of a normal Y; far above 0 by its expansion, which no small deviation can upset."""
+def _expected_powers(b_mean, b_sigma, BETA: tl.constexpr):
+    """E[max(Y, 0)^p] of a normal Y, p = BETA and BETA - 1; far above 0 by its expansion, for any small deviation."""
     b_sigma = tl.maximum(b_sigma, 1e-10)
     b_t = b_mean / b_sigma
-    b_near = tl.exp(BETA * tl.log(b_sigma)) * _moment(tl.minimum(b_t, _FAR), BETA)
+    b_m, b_less = _moments(tl.minimum(b_t, _FAR), BETA)
+    b_log = tl.log(b_sigma)
     b_far = tl.maximum(b_t, _FAR)
-    b_power = tl.exp(BETA * tl.log(tl.maximum(b_mean, 1e-30)))
-    return tl.where(b_t > _FAR, b_power * (1.0 + 0.5 * BETA * (BETA - 1.0) / (b_far * b_far)), b_near)
+    b_square = 0.5 / (b_far * b_far)
+    b_up = tl.log(tl.maximum(b_mean, 1e-30))
+    b_power = tl.exp(BETA * b_up) * (1.0 + b_square * BETA * (BETA - 1.0))
+    b_lower = tl.exp((BETA - 1.0) * b_up) * (1.0 + b_square * (BETA - 1.0) * (BETA - 2.0))
+    m_far = b_t > _FAR
+    return (
+        tl.where(m_far, b_power, tl.exp(BETA * b_log) * b_m),
+        tl.where(m_far, b_lower, tl.exp((BETA - 1.0) * b_log) * b_less),
+    )
 
 
 @triton.jit
-def _mass(p_mu, p_sigma, s_mu, s_sigma, first, last, n_pages, mean, row, tau, PAGE: tl.constexpr, A: tl.constexpr,
-          BETA: tl.constexpr, MIXTURE: tl.constexpr, BW: tl.constexpr):  # fmt: skip
-    """The row's mass above tau."""
+def _masses(p_mu, p_sigma, s_mu, s_sigma, first, last, n_pages, mean, row, tau, mixed, PAGE: tl.constexpr,
+            A: tl.constexpr, BETA: tl.constexpr, MIXTURE: tl.constexpr, BW: tl.constexpr):  # fmt: skip
+    """The row's expected mass above tau, and the same of one power less."""
+    count = tl.maximum(last - first, 0).to(tl.float32) * PAGE
+    total, less = _expected_powers(A * mean - tau, A * row, BETA)
+    total, less = count * total, count * less
     if MIXTURE:
-        total = tl.zeros((), tl.float32)
-        for o in tl.range(0, n_pages, BW):
-            o_w = o + tl.arange(0, BW)
-            m_scored = (o_w >= first) & (o_w < last)
-            # [BW]
-            b_mu = tl.load(p_mu + o_w.to(tl.int64) * s_mu, mask=m_scored, other=0.0)
-            b_sigma = tl.load(p_sigma + o_w.to(tl.int64) * s_sigma, mask=m_scored, other=0.0)
-            total += tl.sum(tl.where(m_scored, _expected_power(A * b_mu - tau, A * b_sigma, BETA), 0.0))
-        total *= PAGE
-    else:
-        total = (last - first).to(tl.float32) * PAGE * _expected_power(A * mean - tau, A * row, BETA)
-    return total
+        if mixed:
+            b_total, b_less = tl.zeros((BW,), tl.float32), tl.zeros((BW,), tl.float32)
+            for o in tl.range(0, n_pages, BW):
+                o_w = o + tl.arange(0, BW)
+                m_scored = (o_w >= first) & (o_w < last)
+                # [BW]
+                b_mu = tl.load(p_mu + o_w.to(tl.int64) * s_mu, mask=m_scored, other=0.0)
+                b_sigma = tl.load(p_sigma + o_w.to(tl.int64) * s_sigma, mask=m_scored, other=0.0)
+                b_p, b_l = _expected_powers(A * b_mu - tau, A * b_sigma, BETA)
+                b_total += tl.where(m_scored, b_p, 0.0)
+                b_less += tl.where(m_scored, b_l, 0.0)
+            total, less = tl.sum(b_total) * PAGE, tl.sum(b_less) * PAGE
+    return total, less
 
 
 @triton.jit
+def _threshold(p_mu, p_sigma, s_mu, s_sigma, first, last, n_pages, mean, row, low, high, mixed, PAGE: tl.constexpr,
+               A: tl.constexpr, BETA: tl.constexpr, MIXTURE: tl.constexpr, BW: tl.constexpr):  # fmt: skip
+    """Where the expected mass is 1; it is at least 1 at `low` and at most 1 at `high`."""
+    tau = low
+    i = tl.zeros((), tl.int32)
+    going = last > first
+    while going:
+        total, less = _masses(
+            p_mu, p_sigma, s_mu, s_sigma, first, last, n_pages, mean, row, tau, mixed, PAGE, A, BETA, MIXTURE, BW
+        )
+        low, high = tl.where(total >= 1.0, tau, low), tl.where(total >= 1.0, high, tau)
+        new = tau + total * tl.log(tl.maximum(total, 1e-37)) / (BETA * tl.maximum(less, 1e-37))
+        inside = (new >= low) & (new <= high) & ((i < _NEWTON_STEPS) | (i % 2 == 0))
+        new = tl.where(inside, new, 0.5 * (low + high))
+        i += 1
+        going = (i < _STEPS) & (tl.abs(new - tau) > _TOLERANCE * tl.maximum(tl.abs(tau), 1.0))
+        tau = new
+    return tau
+
+
+@triton.jit
+def _tail_maximum(
+    p_q, p_k, p_table, seq_len, slope, scale, s_k_t, PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
+):
+    """The largest score in the row's last page; -inf for an empty row."""
+    o_d = tl.arange(0, BD)
+    # [BD]
+    b_q = tl.load(p_q + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    first = tl.maximum(seq_len - 1, 0) // PAGE * PAGE
+    page = tl.load(p_table + first // PAGE, mask=seq_len > 0, other=0).to(tl.int64)
+    b_top = tl.full((_TAIL_TOKENS,), float("-inf"), tl.float32)
+    for o in tl.range(0, seq_len - first, _TAIL_TOKENS):
+        o_t = o + tl.arange(0, _TAIL_TOKENS)
+        m_t = first + o_t < seq_len
+        # [_TAIL_TOKENS, BD]
+        p_kt = p_k + (page * PAGE + o_t)[:, None] * s_k_t + o_d[None, :]
+        b_k = tl.load(p_kt, mask=m_t[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+        b_s = tl.sum(b_k * b_q[None, :], 1) * scale + slope * (first + o_t - (seq_len - 1)).to(tl.float32)
+        b_top = tl.where(m_t & (b_s > b_top), b_s, b_top)
+    return tl.max(b_top)
+
+
+@triton.jit(do_not_specialize=["W", "bos", "eos", "s_table"])
 def gaussian_tau_kernel(
-    p_mu, p_sigma, p_tau, p_seq_lens, s_mu_row, s_mu_plane, s_mu, s_sigma_row, s_sigma_plane, s_sigma, s_tau_row,
-    s_tau_plane, W, bos, eos, safety_z, excess,
-    H: tl.constexpr, PLANES: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr, BETA: tl.constexpr,
-    MIXTURE: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
+    p_mu, p_sigma, p_tau, p_seq_lens, p_q, p_k, p_table, p_slopes, s_mu_row, s_mu_plane, s_mu, s_sigma_row,
+    s_sigma_plane, s_sigma, s_tau_row, s_tau_plane, s_q_b, s_q_h, s_k_t, s_k_h, s_table, W, bos, eos, scale, safety_z,
+    excess,
+    H: tl.constexpr, PLANES: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, A: tl.constexpr,
+    BETA: tl.constexpr, MIXTURE: tl.constexpr, BY_SLOPE: tl.constexpr, TAIL: tl.constexpr, BW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     i_row, i_plane = tl.program_id(0).to(tl.int64) // PLANES, tl.program_id(0) % PLANES
+    i_b, i_hq = i_row // H, i_row % H * PLANES + i_plane
     begin(PDL)
     first, last, n_pages = _scored_range(p_seq_lens, i_row, W, bos, eos, H, PAGE)
     p_mu += i_row * s_mu_row + i_plane * s_mu_plane
     p_sigma += i_row * s_sigma_row + i_plane * s_sigma_plane
+    slope = tl.zeros((), tl.float32)
+    if p_slopes is not None:
+        slope = tl.load(p_slopes + i_hq)
+    known = tl.full((), float("-inf"), tl.float32)
+    if TAIL:
+        seq_len = tl.minimum(tl.load(p_seq_lens + i_b), W * PAGE)
+        known = _tail_maximum(
+            p_q + i_b * s_q_b + i_hq * s_q_h, p_k + i_row % H * s_k_h, p_table + i_b * s_table, seq_len, slope, scale,
+            s_k_t, PAGE, D, BD,
+        )  # fmt: skip
     n_scored = tl.maximum(last - first, 1).to(tl.float32)
-    sum_mu, sum_upper = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
-    top_mu, top_sigma = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
+    b_sum, b_upper = tl.zeros((BW,), tl.float32), tl.zeros((BW,), tl.float32)
+    b_top, b_wide = tl.full((BW,), float("-inf"), tl.float32), tl.zeros((BW,), tl.float32)
     for o in tl.range(0, n_pages, BW):
         o_w = o + tl.arange(0, BW)
         m_scored = (o_w >= first) & (o_w < last)
         # [BW]
         b_mu = tl.load(p_mu + o_w.to(tl.int64) * s_mu, mask=m_scored, other=0.0)
         b_sigma = tl.load(p_sigma + o_w.to(tl.int64) * s_sigma, mask=m_scored, other=0.0)
-        sum_mu += tl.sum(b_mu)
-        sum_upper += tl.sum(b_mu + 1.5 * b_sigma)
-        top_mu = tl.maximum(top_mu, tl.max(tl.where(m_scored, b_mu, float("-inf"))))
-        top_sigma = tl.maximum(top_sigma, tl.max(b_sigma))
-    mean = sum_mu / n_scored
-    variance = tl.zeros((), tl.float32)
+        b_sum += b_mu
+        b_upper += b_mu + 1.5 * b_sigma
+        b_top = tl.maximum(b_top, tl.where(m_scored, b_mu, float("-inf")))
+        b_wide = tl.maximum(b_wide, b_sigma)
+    mean, upper = tl.sum(b_sum) / n_scored, tl.sum(b_upper) / n_scored
+    b_square = tl.zeros((BW,), tl.float32)
     for o in tl.range(0, n_pages, BW):
         o_w = o + tl.arange(0, BW)
         m_scored = (o_w >= first) & (o_w < last)
@@ -122,37 +201,51 @@ def gaussian_tau_kernel(
         b_mu = tl.load(p_mu + o_w.to(tl.int64) * s_mu, mask=m_scored, other=0.0)
         b_sigma = tl.load(p_sigma + o_w.to(tl.int64) * s_sigma, mask=m_scored, other=0.0)
         b_spread = tl.where(m_scored, b_mu - mean, 0.0)
-        variance += tl.sum(b_sigma * b_sigma + b_spread * b_spread)
-    row = tl.maximum(tl.sqrt_rn(variance / n_scored), _MIN_SIGMA)
-    reach = tl.sqrt_rn(2.0 * tl.log(n_scored * PAGE + 1.0)) + 8.0
-    low = A * (top_mu if MIXTURE else mean) - 1.0
-    high = low + 1.0 + A * (top_sigma if MIXTURE else row) * reach
-    for _ in tl.range(0, _BISECTIONS):
-        middle = 0.5 * (low + high)
-        mass = _mass(p_mu, p_sigma, s_mu, s_sigma, first, last, n_pages, mean, row, middle, PAGE, A, BETA, MIXTURE, BW)
-        low = tl.where(mass >= 1.0, middle, low)
-        high = tl.where(mass >= 1.0, high, middle)
-    tau = 0.5 * (low + high)
-    margin = tl.maximum(safety_z * row, excess * tl.maximum(tau / A - sum_upper / n_scored, 0.0))
+        b_square += b_sigma * b_sigma + b_spread * b_spread
+    row = tl.maximum(tl.sqrt_rn(tl.sum(b_square) / n_scored), _MIN_SIGMA)
+    mixed = (slope != 0.0) if BY_SLOPE else (last > first)
+    centre, width = mean, row
+    if MIXTURE:
+        centre, width = tl.where(mixed, tl.max(b_top), mean), tl.where(mixed, tl.max(b_wide), row)
+    low = A * centre - 1.0
+    high = low + 1.0 + A * width * (tl.sqrt_rn(2.0 * tl.log(n_scored * PAGE + 1.0)) + 8.0)
+    tau = _threshold(
+        p_mu, p_sigma, s_mu, s_sigma, first, last, n_pages, mean, row, low, high, mixed, PAGE, A, BETA, MIXTURE, BW
+    )
+    margin = tl.maximum(safety_z * row, excess * tl.maximum(tau / A - upper, 0.0))
     tau = tl.where(last > first, tau - A * margin, 0.0)
+    if TAIL:
+        tau = tl.where(last > first, tl.maximum(tau, A * known - 1.0), tau)
     tl.store(p_tau + i_row * s_tau_row + i_plane * s_tau_plane, tau)
 
 
 def launch_gaussian_tau(
     mu: Any, sigma: Any, tau: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int,
-    alpha: float, safety_margin_z: float, excess: float, mixture: bool, pdl: bool = False,
+    alpha: float, safety_margin_z: float, excess: float, mixture: bool | None, tail: bool = False, q: Any = None,
+    k: Any = None, page_table: Any = None, scale: float = 1.0, k_scale: float = 1.0, alibi_slopes: Any = None,
+    pdl: bool = False,
 ) -> None:  # fmt: skip
     """tau fp32 ``[R, n]`` of page means and deviations mu, sigma fp32 ``[R, n, W]`` over the scored pages.
 
     See :class:`flowlib.ops.GaussianTau` for what it solves; a row without a scored page gives 0.
+
+    Args:
+        mixture: None takes a normal per page for planes whose `alibi_slopes` fp32 ``[num_kv_heads * n]`` is not 0.
+        tail: the threshold is at least (alpha - 1) times the largest score of the row's last page, less 1: of queries
+            q ``[bs, num_kv_heads * n, D]`` and keys k ``[T, num_kv_heads, D]``, found by the page table.
     """
     rows, planes, width = mu.shape
     block = min(_BLOCK, triton.next_power_of_2(max(width, 32)))
     beta = 1.0 / (alpha - 1.0)
     near = round(beta)
+    by_slope = mixture is None
+    size = k.shape[-1] if tail else 1
+    strides = (*q.stride()[:2], *k.stride()[:2], page_table.stride(0)) if tail else (0,) * 5
     gaussian_tau_kernel[(rows * planes,)](
-        mu, sigma, tau, seq_lens, *mu.stride(), *sigma.stride(), *tau.stride(), width, bos, eos, safety_margin_z,
-        excess, H=num_kv_heads, PLANES=planes, PAGE=page_size, A=alpha - 1.0,
-        BETA=float(near) if abs(beta - near) < 1e-9 else beta, MIXTURE=mixture, BW=block,
-        num_warps=min(8, max(1, block // (32 * _VALUES_PER_THREAD))), num_stages=1, **options(pdl),
+        mu, sigma, tau, seq_lens, q if tail else None, k if tail else None, page_table if tail else None,
+        alibi_slopes, *mu.stride(), *sigma.stride(), *tau.stride(), *strides, width, bos, eos, scale * k_scale,
+        safety_margin_z, excess, H=num_kv_heads, PLANES=planes, PAGE=page_size, D=size,
+        BD=triton.next_power_of_2(size), A=alpha - 1.0, BETA=float(near) if abs(beta - near) < 1e-9 else beta,
+        MIXTURE=alibi_slopes is not None if by_slope else mixture, BY_SLOPE=by_slope and alibi_slopes is not None,
+        TAIL=tail, BW=block, num_warps=min(8, max(1, block // (32 * _VALUES_PER_THREAD))), num_stages=1, **options(pdl),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from flowlib.ops.elementwise import (
     WhereLessEqual,
     WhereNotEqual,
 )
-from flowlib.ops.gaussian_tau import GaussianTau
+from flowlib.ops.gaussian_tau import GaussianFloor, GaussianTau
 from flowlib.ops.interleave import (
     CMaxInterleave,
     CMeanInterleave,
@@ -34,6 +34,7 @@ from flowlib.ops.layout import CMaskSlice, CReshape, CTranspose, Kron, MaskSlice
 from flowlib.ops.matmul import CGeMM, GeMM, GeMV
 from flowlib.ops.pages import Conv1d, L2Normalize, Normalize
 from flowlib.ops.reduce import CL2Norm, CMax, CMean, CMin, CSum, L2Norm, Max, Mean, Min, Sum
+from flowlib.ops.rows import AlibiSlopes, QueryPosition, Scaled, ScoreBound, TauEstimate
 from flowlib.ops.select import Reserved, Threshold, TopK, Union, approxTopK, topK, topP
 from flowlib.ops.softmax import Softmax
 from flowlib.ops.state import CFill, Fill, Load, PagePosition, Save
@@ -63,6 +64,7 @@ __all__ = [
     "Abs",
     "Add",
     "Add_Mul",
+    "AlibiSlopes",
     "CAbs",
     "CAdd",
     "CAdd_Mul",
@@ -96,6 +98,7 @@ __all__ = [
     "Divide",
     "Exp",
     "Fill",
+    "GaussianFloor",
     "GaussianTau",
     "GeMM",
     "GeMV",
@@ -116,16 +119,20 @@ __all__ = [
     "Multiply",
     "Normalize",
     "PagePosition",
+    "QueryPosition",
     "Relu",
     "Reserved",
     "Reshape",
     "Save",
+    "Scaled",
+    "ScoreBound",
     "Sigmoid",
     "Silu",
     "Softmax",
     "Sqrt",
     "Std",
     "Sum",
+    "TauEstimate",
     "Threshold",
     "TopK",
     "Transpose",

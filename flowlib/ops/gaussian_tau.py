@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 
-from flowlib.core.errors import OptionError, ShapeError
+from flowlib.core.errors import FormatError, OptionError, ShapeError
 from flowlib.core.formats import FORMAT, Side
 from flowlib.core.op import Inner, SegmentOp
+from flowlib.core.rows import Rows
 from flowlib.core.spec import Spec
 
 BISECTIONS = 80
@@ -34,53 +36,73 @@ class GaussianTau(SegmentOp):
         alpha: in (1, 2].
         safety_margin_z: row deviations subtracted.
         excess: share of the height above the typical page maximum that is subtracted.
-        mixture: a normal per page (for scores with a slope) instead of one per row.
+        mixture: a normal per page (for scores with a slope) instead of one per row; ``None``: for the query heads whose
+            ALiBi slope is not 0, which needs values ``[S, G, 1]``.
 
     Source: EntmaxKV (arXiv:2605.21649), section on Gaussian-aware selection.
     """
 
     names: ClassVar[tuple[str, ...]] = ("mu", "sigma")
+    reads_rows: ClassVar[bool] = True
     kernel: ClassVar[str] = "flowlib.kernels.gaussian:launch_gaussian_tau"
 
-    def __init__(self, alpha: float, safety_margin_z: float = 0.0, excess: float = 0.1, mixture: bool = False) -> None:
+    def __init__(
+        self, alpha: float, safety_margin_z: float = 0.0, excess: float = 0.1, mixture: bool | None = False
+    ) -> None:
         if not 1.0 < alpha <= 2.0:
-            raise OptionError(f"GaussianTau: alpha is {alpha}, expected a number above 1 and at most 2")
+            raise OptionError(f"{self.label}: alpha is {alpha}, expected a number above 1 and at most 2")
         for name, value in (("safety_margin_z", safety_margin_z), ("excess", excess)):
             if not value >= 0.0:
-                raise OptionError(f"GaussianTau: {name} is {value}, expected at least 0")
+                raise OptionError(f"{self.label}: {name} is {value}, expected at least 0")
         self.alpha = float(alpha)
         self.safety_margin_z = float(safety_margin_z)
         self.excess = float(excess)
         self.mixture = mixture
         self.page_size = 0
+        self.group_size = 0
 
     def bound(self, spec: Spec) -> GaussianTau:
-        if self.page_size == spec.page_size:
-            return self
-        resolved = GaussianTau(self.alpha, self.safety_margin_z, self.excess, self.mixture)
-        resolved.page_size = spec.page_size
+        resolved = copy.copy(self)
+        resolved.page_size, resolved.group_size = spec.page_size, spec.group_size
         return resolved
 
     def infer(self, mu: Inner, sigma: Inner) -> Inner:
         if mu != sigma:
             axis = 1 if mu[0] != sigma[0] else 2
             raise ShapeError(
-                f"GaussianTau: axis {axis} of 'sigma' is {sigma[axis - 1]}, expected {mu[axis - 1]} to match 'mu'"
+                f"{self.label}: axis {axis} of 'sigma' is {sigma[axis - 1]}, expected {mu[axis - 1]} to match 'mu'"
+            )
+        if self.per_head and self.group_size and mu != (self.group_size, 1):
+            raise ShapeError(
+                f"{self.label}: 'mu' is [., {mu[0]}, {mu[1]}], expected [., {self.group_size}, 1], one per query head"
             )
         return mu
+
+    @property
+    def per_head(self) -> bool:
+        """Whether its planes must be the query heads."""
+        return self.mixture is None
 
     def result_format(self, formats: Sequence[FORMAT], side: Side) -> FORMAT:
         return FORMAT.BATCHED
 
-    def meaning(self, mu: torch.Tensor, sigma: torch.Tensor, *, scored: torch.Tensor) -> torch.Tensor:
+    def meaning(
+        self, mu: torch.Tensor, sigma: torch.Tensor, *, scored: torch.Tensor, rows: Rows | None = None
+    ) -> torch.Tensor:
         mask = scored[:, :, None, None]
         mu, sigma = mu.masked_fill(~mask, 0.0), sigma.masked_fill(~mask, 0.0)
         count, mean, row = _row_moments(mu, sigma, mask)
-        centre, width, weight = mean, row, count * self.page_size
-        if self.mixture:
-            centre, width = torch.where(mask, mu, mean), sigma
+        tokens = mask.sum(1, keepdim=True) * self.page_size
+        mixed = None if rows is None else (rows.slopes != 0.0)[:, None, :, None]
+        single = by_page = torch.zeros_like(mean)
+        if self.mixture is not True:
+            single = self._solve(mean, row, count * self.page_size, tokens)
+        if self.mixture or (self.mixture is None and mixed is not None and bool(mixed.any())):
             weight = (mask * self.page_size).to(mu.dtype).expand_as(mu)
-        tau = self._solve(centre, width, weight, mask.sum(1, keepdim=True) * self.page_size)
+            by_page = self._solve(torch.where(mask, mu, mean), sigma, weight, tokens)
+        tau = by_page if self.mixture else single
+        if self.mixture is None and mixed is not None:
+            tau = torch.where(mixed, by_page, single)
         return threshold_floor(tau, mu, sigma, scored, self.alpha - 1.0, self.safety_margin_z, self.excess)
 
     def _solve(
@@ -104,6 +126,43 @@ class GaussianTau(SegmentOp):
             "excess": self.excess,
             "mixture": self.mixture,
         }
+
+
+class GaussianFloor(GaussianTau):
+    """The threshold that selects pages: :class:`GaussianTau`, raised to what the row's last page tells for certain.
+
+    mu and sigma are RAGGED ``[S, G, 1]``. No threshold of entmax lies below a · max s − 1 over any of the tokens, so
+    the result is at least that of the exact scores in the last page, which is always attended. GaussianTau knows
+    nothing of that page, and is far too low where slopes are steep.
+
+    Args:
+        alpha, safety_margin_z, excess, mixture: as for :class:`GaussianTau`.
+
+    Source: the floor of EntmaxKV (arXiv:2605.21649); the last page's part in it is flowlib's.
+    """
+
+    reads_queries: ClassVar[bool] = True
+
+    def __init__(
+        self, alpha: float, safety_margin_z: float = 0.0, excess: float = 0.1, mixture: bool | None = None
+    ) -> None:
+        super().__init__(alpha, safety_margin_z, excess, mixture)
+
+    @property
+    def per_head(self) -> bool:
+        return True
+
+    def meaning(
+        self, mu: torch.Tensor, sigma: torch.Tensor, *, scored: torch.Tensor, rows: Rows | None = None
+    ) -> torch.Tensor:
+        tau = super().meaning(mu, sigma, scored=scored, rows=rows)
+        if rows is None:
+            raise FormatError(f"{self.label}: needs the rows whose last pages it reads")
+        known = (self.alpha - 1.0) * rows.tail_maximum().to(tau.dtype)[:, None, :, None] - 1.0
+        return torch.where(scored.any(1)[:, None, None, None], torch.maximum(tau, known), tau)
+
+    def options(self) -> dict[str, object]:
+        return {**super().options(), "tail": True}
 
 
 def threshold_floor(

@@ -17,6 +17,7 @@ from flowlib.core.graph import Node
 from flowlib.core.op import LEAF, Op, SegmentOp, SelectOp
 from flowlib.core.vtensor import SelectionHandle, vTensor
 from flowlib.runtime import reference
+from flowlib.runtime.attention import rows_of
 from flowlib.runtime.batch import Batch
 from flowlib.runtime.plan import Plan
 from flowlib.runtime.pool import KVStore, check_integers
@@ -117,6 +118,8 @@ class RunContext(ContextBase):
         if result is None:
             raise FormatError(f"{op.label}: can't be called alone")
         if isinstance(op, SegmentOp):
+            if op.reads_queries:
+                raise FormatError(f"{op.label}: can't be called alone, it reads the queries of a step")
             return self._wrap(result, self._segment(op, inputs))
         node = self._one_op(op, inputs, result)
         if op.saves and isinstance(target, vTensor):
@@ -134,7 +137,10 @@ class RunContext(ContextBase):
 
     def _tile_reference(self, node: Node, inputs: tuple[vTensor, ...]) -> torch.Tensor:
         values = {f"x{i}": self._rows_of(x).to(self.dtype) for i, x in enumerate(inputs)}
-        done = reference.evaluate([node], lambda leaf: values[leaf.name], self._scored(), like=self._like())[id(node)]
+        about = rows_of(None, self.store, self.batch, self.spec, self.dtype)
+        done = reference.evaluate(
+            [node], lambda leaf: values[leaf.name], self._scored(), like=self._like(), rows=about
+        )[id(node)]  # fmt: skip
         if node.format is FORMAT.RAGGED:
             done = done.expand(-1, self.batch.width, -1, -1)
         return done.expand(self.rows, -1, *node.shape).flatten(0, 1)
@@ -171,8 +177,15 @@ class RunContext(ContextBase):
         y = torch.full((*entries, *node.shape), float("nan"), device=self.store.device)
         tensors = {f"x{i}": self._strided(x) for i, x in enumerate(inputs)}
         tensors["y"] = y.view(self.batch.size, -1, node.shape[1]) if batched else y
+        slopes = self._slopes()
+        if slopes is not None:
+            tensors["alibi_slopes"] = slopes
         self._kernel(stage).on_rows(tensors, self.batch)
         return y if batched else y.flatten(0, 1)
+
+    def _slopes(self) -> torch.Tensor | None:
+        slopes = self.spec.alibi_slopes
+        return None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=self.store.device)
 
     def _strided(self, x: vTensor) -> torch.Tensor:
         data = _data(x).contiguous()
@@ -233,7 +246,8 @@ class RunContext(ContextBase):
     def _segment(self, op: SegmentOp, inputs: tuple[vTensor, ...]) -> torch.Tensor:
         x, rows = inputs[0], [self._rows_of(x) for x in inputs]
         if self.mode is Mode.REFERENCE:
-            return op.meaning(*(r.to(self.dtype) for r in rows), scored=self._scored()).flatten(0, 1)
+            extra = {"rows": rows_of(None, self.store, self.batch, self.spec, self.dtype)} if op.reads_rows else {}
+            return op.meaning(*(r.to(self.dtype) for r in rows), scored=self._scored(), **extra).flatten(0, 1)
         planes = [r.to(torch.float32).flatten(2).transpose(1, 2).contiguous() for r in rows]  # [R, r * c, W]
         per_row = op.result_format([x.format], self.side) is FORMAT.BATCHED
         shape = planes[0].shape
@@ -241,6 +255,7 @@ class RunContext(ContextBase):
         load_function(op.kernel)(
             *planes, y, self.batch.seq_lens, num_kv_heads=self.spec.num_kv_heads, page_size=self.spec.page_size,
             bos=self.spec.bos, eos=self.spec.eos, **op.options(),
+            **({"alibi_slopes": self._slopes()} if op.reads_rows else {}),
         )  # fmt: skip
         if per_row:
             return y.view(self.rows, *x.shape)

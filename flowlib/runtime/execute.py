@@ -11,9 +11,11 @@ import torch
 from flowlib.compiler.emit import joined_name, num_warps, tile_pages
 from flowlib.compiler.load import load_function, load_source
 from flowlib.compiler.program import SegmentStage, TileStage
+from flowlib.core.attention import Entmax, Normaliser
 from flowlib.core.float8 import SCALES
 from flowlib.core.spec import Spec
 from flowlib.runtime.batch import Batch
+from flowlib.runtime.entmax import arguments
 from flowlib.runtime.pool import SATURATED
 
 if TYPE_CHECKING:
@@ -147,7 +149,7 @@ class Executor:
             elif isinstance(stage, TileStage):
                 self.tiles[stage.name].on_rows(tensors, batch, pdl, store.operands, self.full_pages)
             else:
-                self._segment(stage, out, batch, pdl)
+                self._segment(stage, q, store, batch, out, pdl)
         top_k, ratio = selection.op.limits(spec)
         scores = None if selection.scores is None else out.workspace[selection.scores].flatten(1, 2)
         self.select(
@@ -158,13 +160,22 @@ class Executor:
             physical=out.workspace["physical"], pdl=pdl,
         )  # fmt: skip
 
-    def _segment(self, stage: SegmentStage, out: StepOutput, batch: Batch, pdl: bool) -> None:
-        spec = self.plan.spec
+    def _segment(
+        self, stage: SegmentStage, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput, pdl: bool
+    ) -> None:
+        spec, known = self.plan.spec, {}
+        if stage.op.reads_rows:
+            known["alibi_slopes"] = out.workspace.get("alibi_slopes")
+        if stage.op.reads_queries:
+            known |= {
+                "q": q, "k": store.k, "page_table": batch.page_table, "scale": spec.softmax_scale,
+                "k_scale": spec.k_scale,
+            }  # fmt: skip
         self.segments[stage.name](
             *(out.workspace[source].flatten(1, 2) for source in stage.sources), self._target(stage, out),
             batch.seq_lens,
             num_kv_heads=spec.num_kv_heads, page_size=spec.page_size, bos=spec.bos, eos=spec.eos, pdl=pdl,
-            **stage.op.options(),
+            **known, **stage.op.options(),
         )  # fmt: skip
 
     def _target(self, stage: SegmentStage, out: StepOutput) -> torch.Tensor:
@@ -211,13 +222,17 @@ class Executor:
         self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput, lanes: int, pages: torch.Tensor | None,
         **how: Any,
     ) -> None:  # fmt: skip
-        spec = self.plan.spec
+        spec, attention = self.plan.spec, self.plan.attention
+        if isinstance(attention, Entmax):
+            names, own = ("partial_o", "partial_mass"), arguments(self.plan, attention, out)
+        else:
+            names, own = ("partial_o", "partial_lse"), {"lse": out.lse}
         self.attend(
             q, store.k, store.v, batch.page_table, batch.seq_lens, pages, None if pages is None else out.lengths,
-            out.o, out.lse, *_partials(out), out.arrived, num_kv_heads=spec.num_kv_heads, group_size=spec.group_size,
-            lanes=lanes, page_size=spec.page_size, scale=spec.softmax_scale, k_scale=spec.k_scale,
-            v_scale=spec.v_scale, alibi_slopes=out.workspace.get("alibi_slopes"), num_splits=out.num_splits,
-            pdl=has_pdl(store.device), **how,
+            o=out.o, **own, **dict(zip(names, _partials(out), strict=True)), arrived=out.arrived,
+            num_kv_heads=spec.num_kv_heads, group_size=spec.group_size, lanes=lanes, page_size=spec.page_size,
+            scale=spec.softmax_scale, k_scale=spec.k_scale, v_scale=spec.v_scale,
+            alibi_slopes=out.workspace.get("alibi_slopes"), num_splits=out.num_splits, pdl=has_pdl(store.device), **how,
         )  # fmt: skip
 
 
@@ -231,13 +246,15 @@ def _partials(out: StepOutput) -> tuple[torch.Tensor | None, torch.Tensor | None
     return o, out.workspace["partial_lse"][:count].view(rows, heads, out.num_splits)
 
 
-def attend_everything(plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention over the whole row, o ``[rows, H_q, Dv]`` and lse ``[rows, H_q]``, into fresh tensors."""
+def attend_everything(
+    plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch, attention: Normaliser
+) -> StepOutput:
+    """Exact attention over the whole row, o ``[rows, H_q, Dv]`` with lse or tau ``[rows, H_q]``, into fresh tensors."""
     from flowlib.runtime.plan import Plan
 
     whole = plan.spec.replace(max_pages=max(batch.width, 1), dense_below=2**31 - 1)
-    dense = Plan(plan.program, whole)
+    dense = Plan(plan.program, whole, attention)
     out = dense.allocate(batch.size, batch.width, store.device, scores=False)
     if batch.size:
         Executor(dense).attend_all(q, store, batch, out)
-    return out.o, out.lse
+    return out

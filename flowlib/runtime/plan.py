@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from flowlib.compiler.program import Program
+from flowlib.core.attention import Entmax, Normaliser
 from flowlib.core.errors import BackendError, BatchError, FormatError, OptionError, ShapeError
 from flowlib.core.flow import vFlow
 from flowlib.core.graph import Field
 from flowlib.core.spec import Spec
-from flowlib.runtime import reference
+from flowlib.runtime import entmax, reference
 from flowlib.runtime.batch import Batch
 from flowlib.runtime.pool import KVStore, check_integers
 
@@ -28,18 +29,25 @@ class StepOutput:
 
     Attributes:
         o: ``[rows, H_q, Dv]``.
-        lse: ``[rows, H_q]``, natural log of Σ exp(score) over the attended tokens; -inf for an empty row.
+        lse: ``[rows, H_q]``, natural log of Σ exp(score) over the attended tokens; -inf for an empty row. ``None`` with
+            entmax.
         pages: int32 ``[rows, H_kv or H_q, max_selected]``, logical pages, ascending, -1 padded.
         lengths: int32 ``[rows, H_kv or H_q]``, attended pages.
         raw_scores: fp32 ``[rows * H_kv, lanes, W]``, meaningful at scored pages only; ``None`` where nothing is scored.
         workspace: buffers between the kernels, by name.
         num_splits: programs that share one page list.
         arrived: int32, counts them off; zero before and after a step.
+        tau: ``[rows, H_q]``, entmax's threshold of (alpha − 1) · score; -inf for an empty row. ``None`` with softmax,
+            as are the next two.
+        mass: ``[rows, H_q]``, the sum of the weights as tau gives them: 1, unless tau was only estimated; 0 for an
+            empty row.
+        certified: bool ``[rows, H_q]``: no page left out can hold a token with weight, so that o is entmax over the
+            whole row. ``None`` where the flow gives no bound.
     """
 
     plan: Plan
     o: torch.Tensor
-    lse: torch.Tensor
+    lse: torch.Tensor | None
     pages: torch.Tensor
     lengths: torch.Tensor
     raw_scores: torch.Tensor | None = None
@@ -47,6 +55,9 @@ class StepOutput:
     workspace: dict[str, torch.Tensor] = field(default_factory=dict)
     num_splits: int = 1
     arrived: torch.Tensor | None = None
+    tau: torch.Tensor | None = None
+    mass: torch.Tensor | None = None
+    certified: torch.Tensor | None = None
 
     @property
     def scores(self) -> torch.Tensor | None:
@@ -68,11 +79,13 @@ class Plan:
         flow: the copy of the flow that was profiled, its options resolved.
         spec: the numbers it was profiled for.
         program: graphs, stages, buffers and generated source.
+        attention: how scores become weights: the flow's normaliser unless given.
     """
 
-    def __init__(self, program: Program, spec: Spec) -> None:
+    def __init__(self, program: Program, spec: Spec, attention: Normaliser | None = None) -> None:
         self.program = program
         self.spec = spec
+        self.attention: Normaliser = program.traced.flow.attention if attention is None else attention
 
     @property
     def flow(self) -> vFlow:
@@ -126,6 +139,8 @@ class Plan:
     @property
     def attention_kernel(self) -> str:
         """Import string of the function that launches attention."""
+        if isinstance(self.attention, Entmax):
+            return entmax.LAUNCH
         return ATTEND_MLA if self.spec.is_mla else ATTEND
 
     @property
@@ -215,8 +230,9 @@ class Plan:
         done = reference.step(self, q, store, batch, dtype or torch.float32)
         o = done.o if dtype is not None else done.o.to(q.dtype)
         return StepOutput(
-            self, o, done.lse, done.pages, done.lengths, _widened(done.scores, batch), batch.seq_lens
-        )
+            self, o, done.lse, done.pages, done.lengths, _widened(done.scores, batch), batch.seq_lens,
+            tau=done.tau, mass=done.mass, certified=done.certified,
+        )  # fmt: skip
 
     def allocate(self, rows: int, width: int, device: str | torch.device, scores: bool = True) -> StepOutput:
         """Outputs and workspace of :meth:`launch` for `rows` rows and a page table of `width` columns.
@@ -243,16 +259,22 @@ class Plan:
         if partials:
             work["partial_o"] = empty(partials * spec.num_heads * spec.dv)
             work["partial_lse"] = empty(partials * spec.num_heads)
+        sums = isinstance(self.attention, Entmax)
+        if sums:
+            work |= entmax.scratch(self, rows, device)
         if spec.alibi_slopes is not None:
             work["alibi_slopes"] = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)
         whole = StepOutput(
             self,
             o=empty(rows, spec.num_heads, spec.dv, dtype=spec.field_dtype),
-            lse=empty(rows, spec.num_heads),
+            lse=None if sums else empty(rows, spec.num_heads),
             pages=empty(rows, lists, self.max_selected, dtype=torch.int32),
             lengths=empty(rows, lists, dtype=torch.int32),
             workspace=work,
             arrived=torch.zeros(rows * spec.num_heads, dtype=torch.int32, device=device) if partials else None,
+            tau=empty(rows, spec.num_heads) if sums else None,
+            mass=empty(rows, spec.num_heads) if sums else None,
+            certified=empty(rows, spec.num_heads, dtype=torch.bool) if "bound" in self.program.hints else None,
         )
         return self.narrowed(whole, rows)
 
@@ -268,13 +290,16 @@ class Plan:
         return StepOutput(
             self,
             whole.o[:rows],
-            whole.lse[:rows],
+            None if whole.lse is None else whole.lse[:rows],
             whole.pages[:rows],
             whole.lengths[:rows],
             raw_scores=work[scored].flatten(1, 2) if scored in work else None,
             workspace=work,
             num_splits=splits,
             arrived=whole.arrived,
+            tau=None if whole.tau is None else whole.tau[:rows],
+            mass=None if whole.mass is None else whole.mass[:rows],
+            certified=None if whole.certified is None else whole.certified[:rows],
         )
 
     def _splits(self, rows: int) -> int:

@@ -9,16 +9,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from flowlib.core import float8
+from flowlib.core.attention import Entmax
 from flowlib.core.errors import BackendError
 from flowlib.core.formats import FORMAT
 from flowlib.core.graph import Graph, Node, topological
 from flowlib.core.op import SegmentOp, SelectOp, SourceOp, TileOp
+from flowlib.core.rows import RowOp, Rows
 from flowlib.core.spec import Spec
+from flowlib.runtime.attention import Weighted, certified, entmax, listed, rows_of
 from flowlib.runtime.batch import Batch
+from flowlib.runtime.entmax import unestimated
 from flowlib.runtime.pool import KVStore
 
 if TYPE_CHECKING:
     from flowlib.runtime.plan import Plan
+
+Values = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -26,10 +32,13 @@ class Attended:
     """What one reference step computes; see :class:`flowlib.runtime.plan.StepOutput`."""
 
     o: torch.Tensor
-    lse: torch.Tensor
+    lse: torch.Tensor | None
     pages: torch.Tensor
     lengths: torch.Tensor
     scores: torch.Tensor | None
+    tau: torch.Tensor | None = None
+    mass: torch.Tensor | None = None
+    certified: torch.Tensor | None = None
 
 
 def evaluate(
@@ -38,6 +47,7 @@ def evaluate(
     scored: torch.Tensor | None = None,
     *,
     like: torch.Tensor,
+    rows: Rows | None = None,
 ) -> dict[int, torch.Tensor]:
     """Values of all nodes that `outputs` reach, by ``id(node)``.
 
@@ -46,18 +56,22 @@ def evaluate(
         leaf: value of a leaf; leading axes of all leaves broadcast, the last two are the entry's.
         scored: bool ``[R, W]``, the pages segment ops see.
         like: gives dtype and device of constants.
+        rows: what ops may know of the R rows beside their pages.
     """
     values: dict[int, torch.Tensor] = {}
     for node in topological(outputs):
         inputs = [values[id(x)] for x in node.inputs if id(x) in values]
         if node.name:
             values[id(node)] = leaf(node)
+        elif isinstance(node.op, RowOp) and rows is not None:
+            values[id(node)] = node.op.row_values(rows)[:, None]
         elif isinstance(node.op, SourceOp):
             values[id(node)] = node.op.values(0 if scored is None else scored.shape[1], like)
         elif isinstance(node.op, TileOp):
             values[id(node)] = node.op.meaning(*inputs)
         elif isinstance(node.op, SegmentOp) and scored is not None:
-            values[id(node)] = node.op.meaning(*inputs, scored=scored)
+            extra = {"rows": rows} if node.op.reads_rows else {}
+            values[id(node)] = node.op.meaning(*inputs, scored=scored, **extra)
         elif not isinstance(node.op, SelectOp):
             raise BackendError(f"{node} has no meaning here")
     return values
@@ -98,11 +112,16 @@ def step(plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch, dtype: torch
     """One decode step: scores, selection, attention, all in `dtype`; state fields are saved at its end."""
     counts = num_pages_of(batch, plan.spec)
     rows = _Rows(plan, store, batch, q, dtype)
-    chosen, scores, saved = rows.select()
+    chosen, scores, saved, hints = rows.select()
     pages, lengths = page_lists(chosen, counts, plan.spec, plan.max_selected)
-    o, lse = attend(q, store, batch, pages, plan.spec, dtype)
+    if isinstance(plan.attention, Entmax):
+        done, certain = _attend_entmax(plan, plan.attention, q, store, batch, pages, rows, hints, dtype)
+        attended = Attended(done.o, None, pages, lengths, scores, done.tau, done.mass, certain)
+    else:
+        o, lse = attend(q, store, batch, pages, plan.spec, dtype)
+        attended = Attended(o, lse, pages, lengths, scores)
     rows.save(saved)
-    return Attended(o, lse, pages, lengths, scores)
+    return attended
 
 
 class _Rows:
@@ -120,14 +139,16 @@ class _Rows:
         scored = (logical >= plan.spec.bos) & (logical < self.counts[:, None] - plan.spec.eos)
         self.scored = scored.repeat_interleave(self.heads, 0)  # [R, W]
 
-    def select(self) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
-        """The choice, bool ``[R, lanes, W]``, its scores ``[R, lanes, W]``, and the values to save by field."""
+    def select(self) -> tuple[torch.Tensor, torch.Tensor | None, Values, Values]:
+        """The choice, bool ``[R, lanes, W]``, its scores ``[R, lanes, W]``, the values to save by field, the hints."""
         graph, spec = self.plan.program.traced.indexer, self.plan.spec
         selection = graph.selection
         if selection is None or not isinstance(selection.op, SelectOp):
             raise BackendError("the graph has no selection")
         like = torch.empty(0, dtype=self.dtype, device=self.batch.device)
-        values = evaluate([*graph.stores.values(), *selection.inputs], self._leaf, self.scored, like=like)
+        wanted = [*graph.stores.values(), *graph.hints.values(), *selection.inputs]
+        about = rows_of(self.q, self.store, self.batch, spec, self.dtype)
+        values = evaluate(wanted, self._leaf, self.scored, like=like, rows=about)
         scores = None
         if selection.inputs:
             entries = values[id(selection.inputs[0])].expand(len(self.scored), self.width, -1, -1)
@@ -142,7 +163,8 @@ class _Rows:
             name: values[id(node)].expand(len(self.scored), self.width, *node.shape)
             for name, node in graph.stores.items()
         }
-        return chosen | whole[:, None, None], scores, saved
+        hints = {name: values[id(node)].expand(len(self.scored), -1, -1, -1) for name, node in graph.hints.items()}
+        return chosen | whole[:, None, None], scores, saved, hints
 
     def save(self, saved: dict[str, torch.Tensor]) -> None:
         """Writes state fields at the scored pages."""
@@ -159,6 +181,20 @@ class _Rows:
         entries = _page_tokens(node.name, self.store, self.table.flatten(), self.dtype)  # [bs * W, H, r, c]
         entries = entries.view(self.batch.size, self.width, self.heads, *node.shape)
         return entries.transpose(1, 2).flatten(0, 1)
+
+
+def _attend_entmax(
+    plan: Plan, attention: Entmax, q: torch.Tensor, store: KVStore, batch: Batch, pages: torch.Tensor, rows: _Rows,
+    hints: Values, dtype: torch.dtype,
+) -> tuple[Weighted, torch.Tensor | None]:  # fmt: skip
+    """Attention over page lists, and the certificates where there is a bound."""
+    estimate = hints["estimate"].reshape(batch.size, plan.spec.num_heads) if "estimate" in hints else None
+    tokens = listed(q, store, batch, pages, plan.spec, dtype)
+    done = entmax(tokens, plan.spec, attention, estimate, unestimated(plan, batch.seq_lens))
+    if "bound" not in hints:
+        return done, None
+    bounds = hints["bound"].expand(-1, rows.width, -1, -1)
+    return done, certified(bounds, rows.scored, pages, done, attention.alpha - 1.0)
 
 
 def page_lists(
@@ -189,26 +225,8 @@ def attend(
     Returns:
         o ``[bs, H_q, Dv]`` and lse ``[bs, H_q]`` (natural log) in `dtype`; an empty row gives 0 and -inf.
     """
-    size, lists = pages.shape[0], pages.shape[1]
-    longest = int((pages >= 0).sum(-1).max()) if pages.numel() else 0
-    pages = pages[..., :longest].to(torch.int64)
-    slot = torch.arange(spec.page_size, device=q.device)
-    position = (pages[..., None] * spec.page_size + slot).flatten(2)  # [bs, lists, T]
-    valid = (pages >= 0)[..., None].expand(*pages.shape, spec.page_size).flatten(2)
-    valid = valid & (position < batch.seq_lens[:, None, None])
-    physical = batch.page_table.to(torch.int64)[:, None, :].expand(-1, lists, -1).gather(2, pages.clamp(min=0))
-    token = (physical[..., None] * spec.page_size + slot).flatten(2)
-    token = torch.where(valid, token, 0)
-    head = (torch.arange(lists, device=q.device) * spec.num_kv_heads // lists)[None, :, None]
-    k = torch.where(valid[..., None], store.k[token, head].to(dtype) * spec.k_scale, 0.0)
-    v = torch.where(valid[..., None], store.v[token, head].to(dtype) * spec.v_scale, 0.0)
-    scores = (
-        q.to(dtype).view(size, lists, spec.num_heads // lists, spec.head_dim) @ k.transpose(-1, -2) * spec.softmax_scale
-    )
-    if spec.alibi_slopes is not None:
-        slopes = torch.tensor(spec.alibi_slopes, dtype=dtype, device=q.device).view(1, lists, -1, 1)
-        scores = scores + slopes * (position - (batch.seq_lens[:, None, None] - 1)).to(dtype)[:, :, None, :]
-    scores = scores.masked_fill(~valid[:, :, None, :], float("-inf"))
+    scores, v = listed(q, store, batch, pages, spec, dtype)
+    size, longest = scores.shape[0], scores.shape[3]
     lse = torch.logsumexp(scores, -1) if longest else scores.new_full(scores.shape[:-1], float("-inf"))
     weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
     return (weights @ v).view(size, spec.num_heads, spec.dv), lse.view(size, spec.num_heads)
