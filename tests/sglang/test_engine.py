@@ -1,6 +1,7 @@
 """Flows inside stock SGLang on a CPU: chunked prefill, radix hits, the overlap schedule and ragged batches."""
 
 import json
+import os
 
 import pytest
 
@@ -140,3 +141,18 @@ def test_retracted_requests_go_on_with_the_dense_tokens(tiny_model, prompts, den
     assert tokens(answers) == tokens(dense)[:1]
     assert min(len(line["cached"]) for line in read_trace(tmp_path / "trace.jsonl")) < 8, "nothing was retracted"
     assert [line["wrong"] for line in read_trace(tmp_path / "report.jsonl") if line["wrong"]] == []
+
+
+def test_two_ranks_attend_to_their_own_heads(tiny_model, prompts, dense, tmp_path):
+    """Tensor parallelism: each rank has one of the kv heads, and a budget that covers everything gives dense tokens."""
+    config = {"top_k": 90, "trace": str(tmp_path / "trace.jsonl")}
+    env = {**os.environ, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    wave = [[prompts[:2], NEW_TOKENS]]
+    answers = generate(tmp_path, wave, env, model_path=str(tiny_model), tp_size=2, flow=QUEST, flow_config=config)
+    assert tokens(answers)[0] == tokens(dense)[0][:2]
+    for rank in range(2):
+        trace = read_trace(tmp_path / f"trace.jsonl.rank{rank}")
+        assert len(trace) >= NEW_TOKENS - 1
+        for line in trace:
+            for layer in line["layers"].values():
+                assert layer["attended"] == [[pages] for pages in line["cached"]]
