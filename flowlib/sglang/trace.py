@@ -78,9 +78,9 @@ class Trace:
                 for row, counts in zip(lists, lengths, strict=True)
             ]
         if self.config.mass:
-            if out.lse is None:
-                raise OptionError("--flow-config: trace.mass needs a softmax flow, this one's attention has no lse")
             dense = flowlib.dense(q, store, batch, impl=self.impl)
+            if out.lse is None or dense.lse is None:
+                raise OptionError("--flow-config: trace.mass needs a softmax flow, this one's attention has no lse")
             extras["mass"] = torch.exp(out.lse.double() - dense.lse.double()).tolist()
         return extras
 
