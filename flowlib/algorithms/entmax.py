@@ -163,7 +163,8 @@ class EntmaxGaussianAttention(_EntmaxFlow):
             raise OptionError(
                 f"{self.flow_name}: max_quantile is {max_quantile!r}, expected a number above 0 and below 1"
             )
-        self.attention = Entmax(alpha, tau_mode, niter)
+        normaliser = Entmax(alpha, tau_mode, niter)
+        self.attention, self.alpha, self.estimated = normaliser, normaliser.alpha, normaliser.tau_mode != "exact"
         self.max_quantile, self.certify, self.stats_dtype = float(max_quantile), certify, stats_dtype
         self.cmean, self.cstd, self.gemm, self.sqrt = CMean(dim=1), CStd(dim=1), GeMM(), Sqrt()
         self.floor = GaussianFloor(alpha, safety_margin_z, excess)
@@ -191,11 +192,11 @@ class EntmaxGaussianAttention(_EntmaxFlow):
         return self.with_alibi(mean, ctx, (size - 1) / 2, 0.0), self.scaled(spread, ctx=ctx)
 
     def forward_indexer(self, q: vTensor, o: SelectionHandle, cache: Mapping[str, vTensor], ctx: ContextBase) -> None:
-        a = self.attention.alpha - 1.0
+        a = self.alpha - 1.0
         z = NormalDist().inv_cdf(self.max_quantile ** (1.0 / ctx.spec.page_size))
         mean, spread = self.moments(q, cache, ctx)
         floor = self.floor(mean, spread, ctx=ctx)
-        if self.attention.tau_mode != "exact":
+        if self.estimated:
             self.estimate(self.tau(mean, spread, ctx=ctx), o, ctx=ctx)
         if self.certify:
             self.bound(self.score_bound(q, cache, ctx), o, ctx=ctx)

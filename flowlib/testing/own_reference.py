@@ -9,6 +9,7 @@ import torch
 from flowlib.core.float8 import SCALES
 from flowlib.core.graph import Node
 from flowlib.core.op import SelectOp
+from flowlib.core.rows import Rows
 from flowlib.core.spec import Spec
 from flowlib.core.trace import trace
 from flowlib.runtime import reference
@@ -62,7 +63,8 @@ class ReferenceOracle(Oracle):
             return q[None, None] if node.name == "q" else pages[node.name][entries][None]
 
         scored = (torch.arange(first + n) >= first)[None]
-        values = reference.evaluate(outputs, leaf, scored, like=q)
+        about = Rows(pages["query_position"], pages["alibi_slopes"][None], lambda: pages["tail_maximum"][None])
+        values = reference.evaluate(outputs, leaf, scored, like=q, rows=about)
         return [values[id(node)].expand(1, first + n, -1, -1)[0, first:] for node in outputs]
 
 

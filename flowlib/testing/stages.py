@@ -7,17 +7,18 @@ lists), so an error shows in the stage that made it, and tolerances do not pile 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
+from flowlib.core.attention import Entmax
 from flowlib.core.errors import OptionError
 from flowlib.core.spec import Spec
 from flowlib.runtime.plan import StepOutput
 from flowlib.runtime.pool import PagedPool
 from flowlib.testing.inputs import Scene, fill_nan
-from flowlib.testing.oracles import Oracle, attention, tokens_of
+from flowlib.testing.oracles import ABOUT_ROW, Oracle, attention, tokens_of
 from flowlib.testing.tolerance import Judgement, accumulation_step, derive, gamma, judge, upcast
 
 ELEMENTARY = 8
@@ -100,8 +101,8 @@ def run_step(scene: Scene, impl: str, store: PagedPool, q: torch.Tensor) -> Run:
     plan.check_impl(impl, store.device)
     plan.check_step(q, store, batch)
     out = plan.allocate(batch.size, batch.width, store.device)
-    for name, value in {"o": out.o, "lse": out.lse, **out.workspace}.items():
-        if name != "alibi_slopes":
+    for value in (out.o, out.lse, out.tau, out.mass, *(v for n, v in out.workspace.items() if n != "alibi_slopes")):
+        if value is not None:
             fill_nan(value)
     out.pages.fill_(_UNWRITTEN)
     out.lengths.fill_(_UNWRITTEN)
@@ -221,10 +222,37 @@ def rows_of(run: Run) -> Iterator[Row]:
             pages = {
                 "k": (k * spec.k_scale).view(len(physical), size, spec.head_dim),
                 "v": (v * spec.v_scale).view(len(physical), size, spec.dv),
+                **_about_row(scene, i, h, q[i, h]),
                 "position": torch.arange(first, last, dtype=torch.float64).view(-1, 1, 1),
                 **{name: value[physical, h].to(torch.float64) for name, value in fields.items()},
             }
             yield Row(i, h, seen, num_pages, q[i, h], pages)
+
+
+def _about_row(scene: Scene, row: int, head: int, q: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Query position, ALiBi slopes and the largest score in the last page, by its tokens; -inf for an empty row."""
+    spec, (request, seen) = scene.spec, scene.rows[row]
+    group = slice(head * spec.group_size, (head + 1) * spec.group_size)
+    given = [0.0] * spec.group_size if spec.alibi_slopes is None else spec.alibi_slopes[group]
+    slopes, at = torch.tensor(given, dtype=torch.float64), torch.tensor([seen - 1], dtype=torch.float64)
+    top = torch.full((spec.group_size,), -math.inf, dtype=torch.float64)
+    for token in range((seen - 1) // spec.page_size * spec.page_size if seen else 0, seen):
+        key = scene.k[request][token, head].to(torch.float64) * spec.k_scale
+        top = torch.maximum(top, q @ key * spec.softmax_scale + slopes * (token - (seen - 1)))
+    return {"query_position": at, "alibi_slopes": slopes, "tail_maximum": top}
+
+
+def _formula_of(
+    row: Row, what: Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
+) -> tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]:
+    """`what` of q and pages as a function of tensors, and these in float64: what is about the row is no input."""
+    names = [n for n in row.pages if n not in ABOUT_ROW]
+
+    def formula(q: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+        about = {n: x.to(q.dtype) for n, x in row.pages.items() if n in ABOUT_ROW}
+        return what(q, {**dict(zip(names, values, strict=True)), **about})
+
+    return formula, (row.q, *(row.pages[n] for n in names))
 
 
 def judge_scores(run: Run, oracle: Oracle) -> tuple[Collected, dict[tuple[int, int], torch.Tensor]]:
@@ -232,16 +260,10 @@ def judge_scores(run: Run, oracle: Oracle) -> tuple[Collected, dict[tuple[int, i
     spec, scores = run.scene.spec, run.out.scores
     collected, truths = Collected(), {}
     for row in rows_of(run):
-        names = [n for n in row.pages if n != "position"]
-
-        def formula(q: torch.Tensor, *values: torch.Tensor, row: Row = row, names: list[str] = names) -> torch.Tensor:
-            pages = {**dict(zip(names, values, strict=True)), "position": row.pages["position"].to(q.dtype)}
-            return oracle.scores(q, pages, spec)  # type: ignore[return-value]
-
+        formula, inputs = _formula_of(row, lambda q, pages: oracle.scores(q, pages, spec))  # type: ignore[arg-type,return-value]
         n = len(row.pages["position"])
         if run.scene.plan.in_full(torch.tensor(row.seen)):
             continue
-        inputs = (row.q, *(row.pages[name] for name in names))
         truth = formula(*inputs) if n else None
         if truth is None:
             continue
@@ -273,8 +295,14 @@ def _cut(oracle: Oracle, spec: Spec, truth: torch.Tensor, got: torch.Tensor, sla
 
 
 def judge_attention(run: Run) -> dict[str, tuple[Judgement, str]]:
-    """o and lse over the implementation's own page lists."""
+    """o and lse over the implementation's own page lists; for entmax, see :mod:`flowlib.testing.entmax_stage`."""
     scene, spec, out = run.scene, run.scene.spec, run.out
+    if isinstance(out.plan.attention, Entmax):
+        from flowlib.testing.entmax_stage import judge_entmax
+
+        return judge_entmax(run, out.plan.attention)
+    if out.lse is None:
+        raise OptionError("judge_attention: the step gave no lse")
     lists = out.pages.shape[1]
     per_list, lanes = spec.num_heads // lists, lists // spec.num_kv_heads
     coarse = None if spec.field_dtype is torch.float32 else spec.field_dtype
@@ -329,13 +357,7 @@ def _new_state(
     oracle: Oracle, name: str, row: Row, spec: Spec, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """float64 state ``[n, r, c]``, its low-precision evaluation and the accumulation step, all in fp32 arithmetic."""
-    names = [n for n in row.pages if n != "position"]
-
-    def formula(q: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
-        pages = {**dict(zip(names, values, strict=True)), "position": row.pages["position"].to(q.dtype)}
-        return oracle.state(q, pages, spec)[name]
-
-    inputs = (row.q, *(row.pages[n] for n in names))
+    formula, inputs = _formula_of(row, lambda q, pages: oracle.state(q, pages, spec)[name])
     truth, low = formula(*inputs), formula(*(x.float() for x in inputs)).to(dtype)
     terms = spec.head_dim + spec.group_size + len(truth) + ELEMENTARY
     return truth, low, accumulation_step(formula, inputs, terms)

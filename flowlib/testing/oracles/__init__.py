@@ -6,6 +6,7 @@ another.
 
 from flowlib.testing.oracles import (  # noqa: F401  (each registers its oracles)
     block_sparse,
+    entmax,
     gaussian,
     h2o,
     lserve,
@@ -15,9 +16,10 @@ from flowlib.testing.oracles import (  # noqa: F401  (each registers its oracles
     twilight,
 )
 from flowlib.testing.oracles.attention import Attention, attention, dense_attention, tokens_of
-from flowlib.testing.oracles.base import Oracle, Pages, has_oracle, oracle, oracle_of
+from flowlib.testing.oracles.base import ABOUT_ROW, Oracle, Pages, has_oracle, oracle, oracle_of
 
 __all__ = [
+    "ABOUT_ROW",
     "Attention",
     "Oracle",
     "Pages",

@@ -13,7 +13,11 @@ from flowlib.core.spec import Spec
 
 Pages = Mapping[str, torch.Tensor]
 """Pages of one row by name: ``k`` ``[n, page_size, D]``, ``v`` ``[n, page_size, Dv]``, each field ``[n, r, c]``, and
-``position`` ``[n, 1, 1]``, their logical index. With MLA, ``k`` is the latents and ``v`` their content."""
+what is in :data:`ABOUT_ROW`. With MLA, ``k`` is the latents and ``v`` their content."""
+
+ABOUT_ROW = ("position", "query_position", "alibi_slopes", "tail_maximum")
+"""``position`` ``[n, 1, 1]``, the pages' logical index; of the row: ``query_position`` ``[1]``, ``alibi_slopes``
+``[G]`` (0 where the spec has none) and ``tail_maximum`` ``[G]``, the largest attention score in its last page."""
 
 OracleType = TypeVar("OracleType", bound="type[Oracle]")
 _ORACLES: dict[str, type[Oracle]] = {}
