@@ -31,6 +31,7 @@ from flowlib.ops import (
     GaussianTau,
     GeMM,
     Maximum,
+    Minimum,
     Multiply,
     PagePosition,
     QueryPosition,
@@ -39,6 +40,7 @@ from flowlib.ops import (
     ScoreBound,
     Sqrt,
     Sum,
+    TailFloor,
     TauEstimate,
     Threshold,
     TopK,
@@ -141,7 +143,8 @@ class EntmaxGaussianAttention(_EntmaxFlow):
         excess: share of the threshold's height above the typical page maximum by which it is lowered.
         min_context: rows of fewer tokens are attended in full.
         max_pages: most pages chosen; ``None`` means no limit.
-        certify: keep Quest's bounds as well, so that a step says which outputs are surely those of the whole row.
+        certify: keep Quest's bounds as well: pages that certainly hold no weight are left out, and a step says which
+            outputs are certainly those of the whole row.
         stats_dtype: dtype of the means and deviations, or its name (``"float32"``); ``None`` means the pool's.
     """
 
@@ -169,6 +172,7 @@ class EntmaxGaussianAttention(_EntmaxFlow):
         self.cmean, self.cstd, self.gemm, self.sqrt = CMean(dim=1), CStd(dim=1), GeMM(), Sqrt()
         self.floor = GaussianFloor(alpha, safety_margin_z, excess)
         self.tau, self.estimate = GaussianTau(alpha, excess=0.0, mixture=None), TauEstimate()
+        self.minimum, self.tail = Minimum(), TailFloor(alpha)
         self.zero, self.less, self.threshold = Add_Mul(0.0, 0.0), Add(1.0, -1.0), Threshold(max_pages)
 
     def create_cache(self, page_size: int, head_dim: int) -> dict[str, tuple[object, ...]]:
@@ -198,7 +202,9 @@ class EntmaxGaussianAttention(_EntmaxFlow):
         floor = self.floor(mean, spread, ctx=ctx)
         if self.estimated:
             self.estimate(self.tau(mean, spread, ctx=ctx), o, ctx=ctx)
-        if self.certify:
-            self.bound(self.score_bound(q, cache, ctx), o, ctx=ctx)
         above = self.less(Add(a, a * z)(mean, spread, ctx=ctx), floor, ctx=ctx)
+        if self.certify:
+            bound = self.score_bound(q, cache, ctx)
+            self.bound(bound, o, ctx=ctx)
+            above = self.minimum(above, Add(a, -1.0)(bound, self.tail(ctx=ctx), ctx=ctx), ctx=ctx)
         self.threshold(above, self.zero(floor, ctx=ctx), o, ctx=ctx)

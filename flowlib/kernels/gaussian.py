@@ -219,6 +219,41 @@ def gaussian_tau_kernel(
     tl.store(p_tau + i_row * s_tau_row + i_plane * s_tau_plane, tau)
 
 
+@triton.jit(do_not_specialize=["W", "s_table"])
+def tail_floor_kernel(
+    p_tau, p_seq_lens, p_q, p_k, p_table, p_slopes, s_q_b, s_q_h, s_k_t, s_k_h, s_table, W, scale,
+    H: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, A: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    i_b, i_hq = tl.program_id(0).to(tl.int64) // (H * G), tl.program_id(0) % (H * G)
+    begin(PDL)
+    slope = tl.zeros((), tl.float32)
+    if p_slopes is not None:
+        slope = tl.load(p_slopes + i_hq)
+    seq_len = tl.minimum(tl.load(p_seq_lens + i_b), W * PAGE)
+    known = _tail_maximum(
+        p_q + i_b * s_q_b + i_hq * s_q_h, p_k + i_hq // G * s_k_h, p_table + i_b * s_table, seq_len, slope, scale,
+        s_k_t, PAGE, D, BD,
+    )  # fmt: skip
+    tl.store(p_tau + tl.program_id(0), A * known - 1.0)
+
+
+def launch_tail_floor(
+    tau: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, alpha: float, q: Any, k: Any,
+    page_table: Any, scale: float, k_scale: float, alibi_slopes: Any = None, pdl: bool = False,
+) -> None:  # fmt: skip
+    """tau fp32 ``[R, G]`` contiguous: (alpha - 1) times the largest score of each row's last page, less 1.
+
+    Args as for :func:`launch_gaussian_tau`; -inf for an empty row.
+    """
+    size = k.shape[-1]
+    tail_floor_kernel[(tau.numel(),)](
+        tau, seq_lens, q, k, page_table, alibi_slopes, *q.stride()[:2], *k.stride()[:2], page_table.stride(0),
+        page_table.shape[1], scale * k_scale, H=num_kv_heads, G=tau.shape[1], PAGE=page_size, D=size,
+        BD=triton.next_power_of_2(size), A=alpha - 1.0, num_warps=4, num_stages=1, **options(pdl),
+    )  # fmt: skip
+
+
 def launch_gaussian_tau(
     mu: Any, sigma: Any, tau: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int,
     alpha: float, safety_margin_z: float, excess: float, mixture: bool | None, tail: bool = False, q: Any = None,

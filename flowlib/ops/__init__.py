@@ -21,7 +21,7 @@ from flowlib.ops.elementwise import (
     WhereLessEqual,
     WhereNotEqual,
 )
-from flowlib.ops.gaussian_tau import GaussianFloor, GaussianTau
+from flowlib.ops.gaussian_tau import GaussianFloor, GaussianTau, TailFloor
 from flowlib.ops.interleave import (
     CMaxInterleave,
     CMeanInterleave,
@@ -132,6 +132,7 @@ __all__ = [
     "Sqrt",
     "Std",
     "Sum",
+    "TailFloor",
     "TauEstimate",
     "Threshold",
     "TopK",

@@ -165,6 +165,47 @@ class GaussianFloor(GaussianTau):
         return {**super().options(), "tail": True}
 
 
+class TailFloor(SegmentOp):
+    """a · max s − 1 over the exact scores in the row's last page, BATCHED ``[B, G, 1]``; a = alpha − 1.
+
+    No threshold of entmax over the row lies below it, so a page whose bound does not exceed it holds no weight, and
+    leaving it out changes nothing. -inf for an empty row.
+
+    Args:
+        alpha: in (1, 2].
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+    reads_rows: ClassVar[bool] = True
+    reads_queries: ClassVar[bool] = True
+    kernel: ClassVar[str] = "flowlib.kernels.gaussian:launch_tail_floor"
+
+    def __init__(self, alpha: float) -> None:
+        if not 1.0 < alpha <= 2.0:
+            raise OptionError(f"{self.label}: alpha is {alpha}, expected a number above 1 and at most 2")
+        self.alpha = float(alpha)
+        self.group_size = 1
+
+    def bound(self, spec: Spec) -> TailFloor:
+        resolved = copy.copy(self)
+        resolved.group_size = spec.group_size
+        return resolved
+
+    def infer(self) -> Inner:
+        return (self.group_size, 1)
+
+    def result_format(self, formats: Sequence[FORMAT], side: Side) -> FORMAT:
+        return FORMAT.BATCHED
+
+    def meaning(self, *, scored: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
+        if rows is None:
+            raise FormatError(f"{self.label}: needs the rows whose last pages it reads")
+        return (self.alpha - 1.0) * rows.tail_maximum()[:, None, :, None] - 1.0
+
+    def options(self) -> dict[str, object]:
+        return {"alpha": self.alpha}
+
+
 def threshold_floor(
     tau: torch.Tensor,
     mu: torch.Tensor,

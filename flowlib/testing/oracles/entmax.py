@@ -31,9 +31,20 @@ class _Entmax(Oracle):
         return {"k_max": high[:, None], "k_min": low[:, None]}
 
 
+    def bound(self, q: torch.Tensor, pages: Pages, spec: Spec) -> torch.Tensor:
+        """Σ_d max(scale · q_d · max_d, scale · q_d · min_d) + the largest slope · (position − query), ``[G, n]``."""
+        first = pages["position"][:, 0, 0] * spec.page_size - pages["query_position"]
+        last = first + (spec.page_size - 1)
+        rows = []
+        for head, slope in zip(q, pages["alibi_slopes"], strict=True):
+            terms = torch.maximum(head * pages["k_max"][:, 0], head * pages["k_min"][:, 0])
+            rows.append(self.scale(spec) * terms.sum(1) + torch.maximum(slope * first, slope * last))
+        return torch.stack(rows)
+
+
 @oracle("entmax_topk_attention")
 class EntmaxTopK(_Entmax):
-    """Per query head: Σ_d max(scale · q_d · max_d, scale · q_d · min_d) + the largest slope · (position − query)."""
+    """Per query head: the bound."""
 
     def __init__(self, alpha: float = 1.5, topk_pages: int | None = None, min_context: int = 0) -> None:
         self.topk_pages = topk_pages
@@ -42,13 +53,7 @@ class EntmaxTopK(_Entmax):
         return self.bounds(k)
 
     def scores(self, q: torch.Tensor, pages: Pages, spec: Spec) -> torch.Tensor:
-        first = pages["position"][:, 0, 0] * spec.page_size - pages["query_position"]
-        last = first + (spec.page_size - 1)
-        rows = []
-        for head, slope in zip(q, pages["alibi_slopes"], strict=True):
-            terms = torch.maximum(head * pages["k_max"][:, 0], head * pages["k_min"][:, 0])
-            rows.append(self.scale(spec) * terms.sum(1) + torch.maximum(slope * first, slope * last))
-        return torch.stack(rows)
+        return self.bound(q, pages, spec)
 
     def counts(self, scores: torch.Tensor, num_pages: int, spec: Spec) -> tuple[int, int]:
         if self.topk_pages is None:
@@ -60,7 +65,8 @@ class EntmaxTopK(_Entmax):
 
 @oracle("entmax_gaussian_attention")
 class EntmaxGaussian(_Entmax):
-    """Per query head: a · (mu + z · sigma) less the threshold; what is not above 0 is left out."""
+    """Per query head: a · (mu + z · sigma) less the threshold, or a · bound less what the last page tells for certain,
+    if that is lower; what is not above 0 is left out."""
 
     def __init__(
         self,
@@ -95,9 +101,12 @@ class EntmaxGaussian(_Entmax):
             spread = torch.einsum("d,nd->nd", head, pages["k_std"][:, 0])
             sigma = self.scale(spec) * torch.einsum("nd,nd->n", spread, spread).sqrt()
             floor = self.floor(mu, sigma, bool(slope != 0), spec.page_size)
-            floor = torch.maximum(floor, self.a * pages["tail_maximum"][h] - 1.0)
-            rows.append(self.a * (mu + z * sigma) - floor)
-        return torch.stack(rows)
+            certain = self.a * pages["tail_maximum"][h] - 1.0
+            rows.append(self.a * (mu + z * sigma) - torch.maximum(floor, certain))
+        if not self.certify:
+            return torch.stack(rows)
+        bounds = self.a * self.bound(q, pages, spec) - (self.a * pages["tail_maximum"] - 1.0)[:, None]
+        return torch.minimum(torch.stack(rows), bounds)
 
     def floor(self, mu: torch.Tensor, sigma: torch.Tensor, by_page: bool, page_size: int) -> torch.Tensor:
         """The threshold over normal scores, one normal a page or one for all, lowered by the margin."""
