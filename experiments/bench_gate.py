@@ -20,7 +20,7 @@ from flowlib.core.formats import FORMAT
 from flowlib.runtime.plan import Plan, StepOutput
 from flowlib.testing import Judgement, Oracle, ReferenceOracle, Scene, fill_nan, has_oracle, oracle_of
 from flowlib.testing.selection import judge_selection
-from flowlib.testing.stages import ELEMENTARY, Run, judge_attention
+from flowlib.testing.stages import ELEMENTARY, Run, about_row, judge_attention
 from flowlib.testing.tolerance import condition, derive, gamma, judge
 
 PEER_ERROR = 2e-2
@@ -233,9 +233,11 @@ class _Row:
                 tokens = (self.k if name == "k" else self.v)[self.first * spec.page_size : last * spec.page_size]
                 values.append(tokens.unflatten(0, (-1, spec.page_size)).double())
         position = torch.arange(self.first, last, dtype=torch.float64).view(-1, 1, 1)
+        row = about_row(self._run().scene, 0, 0, self.q.double())
 
         def formula(q: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-            return evaluate(q, {**dict(zip(names, given, strict=True)), "position": position.to(q.dtype)})
+            about = {name: x.to(q.dtype) for name, x in {**row, "position": position}.items()}
+            return evaluate(q, {**dict(zip(names, given, strict=True)), **about})
 
         return formula, (self.q.double(), *values)
 

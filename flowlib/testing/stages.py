@@ -222,14 +222,14 @@ def rows_of(run: Run) -> Iterator[Row]:
             pages = {
                 "k": (k * spec.k_scale).view(len(physical), size, spec.head_dim),
                 "v": (v * spec.v_scale).view(len(physical), size, spec.dv),
-                **_about_row(scene, i, h, q[i, h]),
+                **about_row(scene, i, h, q[i, h]),
                 "position": torch.arange(first, last, dtype=torch.float64).view(-1, 1, 1),
                 **{name: value[physical, h].to(torch.float64) for name, value in fields.items()},
             }
             yield Row(i, h, seen, num_pages, q[i, h], pages)
 
 
-def _about_row(scene: Scene, row: int, head: int, q: torch.Tensor) -> dict[str, torch.Tensor]:
+def about_row(scene: Scene, row: int, head: int, q: torch.Tensor) -> dict[str, torch.Tensor]:
     """Query position, ALiBi slopes and the largest score in the last page, by its tokens; -inf for an empty row."""
     spec, (request, seen) = scene.spec, scene.rows[row]
     group = slice(head * spec.group_size, (head + 1) * spec.group_size)
