@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
-from flowlib.core.errors import BackendError, BatchError, FormatError, ShapeError
+from flowlib.core.errors import BackendError, BatchError, FormatError, OptionError, ShapeError
 from flowlib.entmax import checks
 from flowlib.entmax.pages import PageStats, check_stats, page_stats
 
@@ -29,6 +30,7 @@ class PagedKVCache:
         block_table: int32 ``[B, max_pages]``, logical to physical page.
         seq_lens: int32 ``[B]``.
         page_stats: :class:`flowlib.entmax.PageStats` ``[num_blocks, H_kv, D]``; meaningful for full pages.
+        scratch: what kernels work in, kept from step to step until the pool is made anew.
 
     Raises:
         OptionError: an argument is out of range, or a set of statistics unknown.
@@ -44,6 +46,7 @@ class PagedKVCache:
         self._kv: torch.Tensor | None = None
         self._block_table = self._seq_lens = torch.zeros(0, dtype=torch.int32)
         self._page_stats = PageStats()
+        self.scratch: dict[Hashable, Any] = {}
 
     @property
     def kv(self) -> torch.Tensor:
@@ -133,7 +136,7 @@ class PagedKVCache:
         row = torch.arange(self.batch, device=kv.device)
         position = self._seq_lens.to(torch.int64)
         block = self._block_table[row, torch.div(position, self.page_size, rounding_mode="floor")].to(torch.int64)
-        self.write(k_new[:, :, 0], v_new[:, :, 0], block * self.page_size + position % self.page_size)
+        self._store(k_new[:, :, 0], v_new[:, :, 0], block, position % self.page_size, block)
         self._lengths = [n + 1 for n in self._lengths]
         self._seq_lens += 1
 
@@ -157,8 +160,14 @@ class PagedKVCache:
         real = (slots >= 0).nonzero().squeeze(-1)
         slot = slots[real].to(torch.int64)
         block, offset = torch.div(slot, self.page_size, rounding_mode="floor"), slot % self.page_size
-        kv[0, block, offset], kv[1, block, offset] = k[real], v[real]
-        touched = torch.unique_consecutive(block)
+        self._store(k[real], v[real], block, offset, torch.unique_consecutive(block))
+
+    def _store(
+        self, k: torch.Tensor, v: torch.Tensor, block: torch.Tensor, offset: torch.Tensor, touched: torch.Tensor
+    ) -> None:
+        """Stores tokens ``[T, H_kv, D]`` and recomputes the statistics of the pages `touched`; never waits."""
+        kv = self.kv
+        kv[0, block, offset], kv[1, block, offset] = k, v
         for kept, fresh in zip(self._page_stats, page_stats(kv[0, touched], self.stats), strict=True):
             if kept is not None and fresh is not None:
                 kept[touched] = fresh
@@ -184,6 +193,7 @@ class PagedKVCache:
 
     def _place(self, lengths: list[int], pages: int, device: torch.device) -> None:
         rows = len(lengths)
+        self.scratch.clear()
         self._lengths = lengths
         self._seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
         self._block_table = torch.arange(rows * pages, dtype=torch.int32, device=device).view(rows, pages)
@@ -245,3 +255,14 @@ def _widened(value: torch.Tensor, axis: int, size: int) -> torch.Tensor:
     wide = value.new_zeros(shape)
     wide.narrow(axis, 0, value.shape[axis]).copy_(value)
     return wide
+
+
+def check_kept(what: str, cache: object, wanted: str) -> None:
+    """Raises FormatError unless `cache` is one, OptionError unless it keeps a set of statistics."""
+    if not isinstance(cache, PagedKVCache):
+        raise FormatError(f"{what}: cache is {type(cache).__name__}, expected a PagedKVCache")
+    if wanted not in cache.stats:
+        raise OptionError(
+            f"{what}: the cache keeps the statistics {cache.stats}, expected {wanted!r} among them: "
+            f"PagedKVCache(stats=({wanted!r},))"
+        )

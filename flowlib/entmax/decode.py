@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from flowlib.core.errors import FormatError, OptionError, ShapeError
 from flowlib.entmax import checks
 from flowlib.entmax.attention import Attended, check_tau_mode, entmax_attention, selected_scores
-from flowlib.entmax.cache import PagedKVCache
+from flowlib.entmax.cache import PagedKVCache, check_kept
 from flowlib.entmax.checks import Alpha
 from flowlib.entmax.gaussian import (
     DEFAULT_EXCESS,
@@ -24,7 +25,13 @@ from flowlib.entmax.gaussian import (
 from flowlib.entmax.pages import page_bounds, page_moments, tail_of
 from flowlib.entmax.selection import Selection, certified_exact, pack, topk_select
 
+DEVICE = "flowlib.entmax.device"
+"""What decodes by kernels; imported late, it imports this module's names."""
 Options = TypeVar("Options")
+Implementation = Callable[
+    ["Step", Options, list[bool], int, torch.Tensor, "list[DecodeInfo] | None"], torch.Tensor
+]
+"""Decodes the rows of a step with some options into a tensor: which rows exactly, and below how many tokens."""
 
 
 class DecodeInfo(NamedTuple):
@@ -75,10 +82,11 @@ def topk_decode(
         topk_pages: pages attended, the tail among them; at least 2.
         alibi_slopes: ``[H_q]``; ``None`` means zeros.
         alpha: from 1 to 2; a number or a tensor ``[H_q]``.
-        niter: steps that kernels take towards the threshold, at least 1; the reference solves for it.
+        niter: steps towards the threshold, at least 1; of no effect: every implementation solves for it.
         append_cache: store k_new and v_new first.
         min_context: tokens below which a row is decoded exactly.
-        impl: ``"reference"``.
+        impl: ``"reference"``, or ``"triton"``: kernels for caches of 16 or 32 bits, on a GPU (on the CPU interpreted,
+            with ``TRITON_INTERPRET=1`` from before Triton's import), which take alpha 1 for all heads or for none.
         info: a list to which the step's :class:`DecodeInfo` is added.
 
     Returns:
@@ -95,12 +103,14 @@ def topk_decode(
         checks.count("topk_decode", "niter", niter, 1)
     least = checks.count("topk_decode", "min_context", min_context, 0)
     run = _implementation("topk_decode", impl, _TOPK)
-    _check_stats("topk_decode", cache, "topk")
+    check_kept("topk_decode", cache, "topk")
     step = _step("topk_decode", q, cache, out, alpha, alibi_slopes, above_one=False)
+    if impl == "triton":
+        importlib.import_module(DEVICE).check_step("topk_decode", step, one_alpha=False)
     if append_cache:
         _append("topk_decode", cache, k_new, v_new)
     exact = [n < least or -(-n // cache.page_size) <= topk_pages for n in cache.seq_lens_host]
-    return _finish(step, exact, lambda rows: run(rows, topk_pages), out, info)
+    return run(step, topk_pages, exact, least, out, info)
 
 
 def gaussian_decode(
@@ -129,7 +139,8 @@ def gaussian_decode(
     where they can; with ``"topk"`` statistics kept as well, pages that cannot hold support are left out.
 
     Args:
-        q, k_new, v_new, out, alibi_slopes, min_context, impl, info: as for :func:`topk_decode`.
+        q, k_new, v_new, out, alibi_slopes, min_context, impl, info: as for :func:`topk_decode`; ``"triton"`` takes one
+            alpha for all heads.
         cache: with ``"gaussian"`` statistics.
         alpha: above 1, at most 2; a number or a tensor ``[H_q]``.
         safety_margin_z, max_quantile, excess: as for :func:`flowlib.entmax.gaussian_select`.
@@ -153,13 +164,15 @@ def gaussian_decode(
         check_tau_mode("gaussian_decode", tau_mode),
     )
     run = _implementation("gaussian_decode", impl, _GAUSSIAN)
-    _check_stats("gaussian_decode", cache, "gaussian")
+    check_kept("gaussian_decode", cache, "gaussian")
     page_quantile("gaussian_decode", max_quantile, cache.page_size)
     step = _step("gaussian_decode", q, cache, out, alpha, alibi_slopes, above_one=True)
+    if impl == "triton":
+        importlib.import_module(DEVICE).check_step("gaussian_decode", step, one_alpha=True)
     if append_cache:
         _append("gaussian_decode", cache, k_new, v_new)
     exact = [n < least or n <= cache.page_size for n in cache.seq_lens_host]
-    return _finish(step, exact, lambda rows: run(rows, options), out, info)
+    return run(step, options, exact, least, out, info)
 
 
 @dataclass(frozen=True)
@@ -183,6 +196,8 @@ class Step:
         alpha: float64 ``[H_q]``.
         slopes: ``[H_q]``.
         rows: int64 ``[B]``, the rows of the cache that q stands for; ``None`` means all.
+        biased: whether there are slopes.
+        same_alpha: alpha, where all heads have the same.
     """
 
     q: torch.Tensor
@@ -190,11 +205,13 @@ class Step:
     alpha: torch.Tensor
     slopes: torch.Tensor
     rows: torch.Tensor | None = None
+    biased: bool = False
+    same_alpha: float | None = None
 
     def only(self, rows: list[int]) -> Step:
         """Some of the rows."""
         index = torch.tensor(rows, dtype=torch.int64, device=self.q.device)
-        return Step(self.q[index], self.cache, self.alpha, self.slopes, index)
+        return replace(self, q=self.q[index], rows=index)
 
     @property
     def table(self) -> torch.Tensor:
@@ -238,14 +255,38 @@ def _gaussian_reference(step: Step, options: GaussianOptions) -> Outcome:
     return Outcome(attended, selection, _certified(step, bounds, selection, attended))
 
 
-_TOPK: dict[str, Callable[[Step, int], Outcome]] = {"reference": _topk_reference}
-_GAUSSIAN: dict[str, Callable[[Step, GaussianOptions], Outcome]] = {"reference": _gaussian_reference}
-"""Implementations by name: Triton kernels join here, beside the reference."""
+def _in_torch(sparse: Callable[[Step, Options], Outcome]) -> Implementation[Options]:
+    def run(
+        step: Step, options: Options, exact: list[bool], least: int, out: torch.Tensor, info: list[DecodeInfo] | None
+    ) -> torch.Tensor:
+        return _finish(step, exact, lambda rows: sparse(rows, options), out, info)
+
+    return run
 
 
-def _implementation(
-    what: str, impl: object, known: dict[str, Callable[[Step, Options], Outcome]]
-) -> Callable[[Step, Options], Outcome]:
+def _on_the_device(function: str) -> Implementation[Options]:
+    def run(
+        step: Step, options: Options, exact: list[bool], least: int, out: torch.Tensor, info: list[DecodeInfo] | None
+    ) -> torch.Tensor:
+        outcome = getattr(importlib.import_module(DEVICE), function)(step, options, least, out)
+        if info is not None:
+            values = (*outcome.selection, outcome.attended.tau, outcome.attended.mass, outcome.certified)
+            pages, counts, sel_lens, tau, mass, certified = (x.clone() for x in values)  # the next step overwrites them
+            info.append(DecodeInfo(Selection(pages, counts, sel_lens), tau, mass, certified, tuple(exact)))
+        return out
+
+    return run
+
+
+_TOPK: dict[str, Implementation[int]] = {"reference": _in_torch(_topk_reference), "triton": _on_the_device("topk")}
+_GAUSSIAN: dict[str, Implementation[GaussianOptions]] = {
+    "reference": _in_torch(_gaussian_reference),
+    "triton": _on_the_device("gaussian"),
+}
+"""Implementations by name."""
+
+
+def _implementation(what: str, impl: object, known: dict[str, Implementation[Options]]) -> Implementation[Options]:
     if not isinstance(impl, str) or impl not in known:
         raise OptionError(f"{what}: impl is {impl!r}, expected one of {', '.join(map(repr, known))}")
     return known[impl]
@@ -340,20 +381,14 @@ def _step(
     heads = queries.shape[1]
     alpha_heads = checks.alphas(what, alpha, [heads], queries.device, above_one=above_one)
     like = queries.new_empty(0, dtype=checks.computed_in(queries, kv))
-    return Step(queries[:, :, 0].detach(), cache, alpha_heads, checks.slopes_of(what, slopes, heads, like))
+    same = float(alpha) if not isinstance(alpha, torch.Tensor) else None
+    if same is None and len(set(alpha_heads.tolist())) == 1:
+        same = float(alpha_heads[0])
+    given = checks.slopes_of(what, slopes, heads, like)
+    return Step(queries[:, :, 0].detach(), cache, alpha_heads, given, biased=slopes is not None, same_alpha=same)
 
 
 def _append(what: str, cache: PagedKVCache, k_new: torch.Tensor | None, v_new: torch.Tensor | None) -> None:
     if k_new is None or v_new is None:
         raise FormatError(f"{what}: k_new or v_new is None, expected [B, H_kv, 1, D] where append_cache is True")
     cache.append(k_new, v_new)
-
-
-def _check_stats(what: str, cache: object, wanted: str) -> None:
-    if not isinstance(cache, PagedKVCache):
-        raise FormatError(f"{what}: cache is {type(cache).__name__}, expected a PagedKVCache")
-    if wanted not in cache.stats:
-        raise OptionError(
-            f"{what}: the cache keeps the statistics {cache.stats}, expected {wanted!r} among them: "
-            f"PagedKVCache(stats=({wanted!r},))"
-        )

@@ -57,6 +57,8 @@ def arguments(plan: Plan, attention: Entmax, out: StepOutput) -> dict[str, Any]:
             "mode": attention.tau_mode, "steps": attention.niter, "estimate": estimate,
             "exact_pages": unestimated_pages(plan), "exact_tokens": spec.dense_below,
         }  # fmt: skip
+    if "a_of_head" in out.workspace:
+        given["a_of_head"] = out.workspace["a_of_head"]
     if bound is not None and out.certified is not None:
         given |= {"bounds": bound.flatten(1, 2), "certified": out.certified.view(torch.int8)}
     return given | narrowed(out.workspace, out.o.shape[0])

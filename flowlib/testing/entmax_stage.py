@@ -71,10 +71,10 @@ def _attention(
     kv_head = lane * spec.num_kv_heads // out.pages.shape[1]
     slopes = None if spec.alibi_slopes is None else spec.alibi_slopes[heads]
     k, v = upcast(scene.k[request][positions, kv_head], scene.v[request][positions, kv_head])
-    inputs = (run.q[row, heads].cpu().double(), k * spec.k_scale, v * spec.v_scale)
+    q, k, v = (x.to(dtype) for x in (run.q[row, heads].cpu().double(), k * spec.k_scale, v * spec.v_scale))
     given = [None] * spec.num_heads if divided is None else [(t, divided) for t in out.tau[row, heads].tolist()]  # type: ignore[index]
     return entmax_attention(
-        *(x.to(dtype) for x in inputs), positions, seen - 1, spec, alpha, slopes, weights_dtype, lambda h: given[h]
+        q, k, v, positions, seen - 1, spec, alpha, slopes, weights_dtype, lambda h: given[h]
     )
 
 

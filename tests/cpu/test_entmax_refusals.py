@@ -27,7 +27,7 @@ def decode_cases():
         ({"alibi_slopes": torch.zeros(2)}, ShapeError, "alibi_slopes is [2], expected [4], one for each query head"),
         ({"min_context": -1}, OptionError, "min_context is -1, expected an integer of at least 0"),
         ({"alpha": 2.5}, OptionError, "alpha is 2.5, expected a number"),
-        ({"impl": "triton"}, OptionError, "impl is 'triton', expected one of 'reference'"),
+        ({"impl": "cuda"}, OptionError, "impl is 'cuda', expected one of 'reference', 'triton'"),
         ({"cache": None}, FormatError, "cache is NoneType, expected a PagedKVCache"),
         ({"append_cache": True}, FormatError, "k_new or v_new is None, expected [B, H_kv, 1, D] where append_cache"),
     ]
