@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowlib.compiler.verify import refuse_shared_state
+from flowlib.core.attention import Softmax, check_normaliser
 from flowlib.core.errors import BackendError, OptionError
 
 
@@ -139,11 +140,11 @@ def refuse_hybrid(config: Any, recurrent: bool, own_sparse: bool) -> None:
 
 def refuse_normaliser(name: str, flow: Any) -> None:
     """Raises an OptionError for a flow that attends with something else than softmax, as prefill does."""
-    attention = getattr(flow, "attention", None)
-    if attention is not None and type(attention).__name__ != "Softmax":
+    attention = check_normaliser(type(flow).__name__, flow.attention)
+    if not isinstance(attention, Softmax):
         raise OptionError(
-            f"flow {name!r} attends with {type(attention).__name__}, which --flow can't serve: "
-            "the prefill backends and the merge of splits are softmax's"
+            f"flow {name!r} attends with {attention}, which --flow can't serve: SGLang's prefill is softmax attention, "
+            "and no model is trained to prefill with one and decode with the other"
         )
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 import flowlib
-from flowlib.core.errors import BackendError, OptionError
+from flowlib.core.errors import BackendError, FlowDefinitionError, OptionError
 from flowlib.sglang import refusals
 
 FINE_ARGS = {
@@ -163,11 +163,11 @@ def test_models_that_keep_more_than_one_pool_are_refused():
 
 
 def test_a_normaliser_other_than_softmax_is_refused():
-    class Other:
-        """A normaliser."""
-
-    with pytest.raises(OptionError, match=r"^flow 'mine' attends with Other, which --flow can't serve"):
-        refusals.refuse_normaliser("mine", SimpleNamespace(attention=Other()))
+    for name in ("entmax_topk_attention", "entmax_gaussian_attention"):
+        with pytest.raises(OptionError, match=rf"^flow '{name}' attends with entmax, alpha 1.5, .*which --flow can't"):
+            refusals.refuse_normaliser(name, flowlib.build(name))
+    with pytest.raises(FlowDefinitionError, match="SimpleNamespace: attention is 'softmax', expected flowlib.attention"):
+        refusals.refuse_normaliser("mine", SimpleNamespace(attention="softmax"))
     for name in ("gqa_quest_sparse_attention", "twilight_attention", "h2o_sparse_attention", "streaming_attention"):
         refusals.refuse_normaliser(name, flowlib.build(name))
 
