@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from flowlib.core.errors import FormatError
+from flowlib.core.errors import FormatError, ShapeError
 from flowlib.core.formats import FORMAT, Side
-from flowlib.core.op import Op, SourceOp
+from flowlib.core.op import Inner, Op, SourceOp
 
 
 @dataclass(frozen=True)
@@ -53,3 +53,8 @@ class HintOp(Op):
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         cls.across_pages = cls.per_page  # type: ignore[misc]
+
+    def infer(self, x: Inner) -> Inner:
+        if x[1] != 1:
+            raise ShapeError(f"{self.label}: axis 2 of 'x' is {x[1]}, expected 1: [., n, 1], one value per query head")
+        return x

@@ -103,10 +103,9 @@ class ProfileContext(ContextBase):
         if op.hint in self.hints:
             raise FlowDefinitionError(f"{op.label}: 'o' is told twice, expected once ({self.hints[op.hint].where})")
         expected = (self.spec.group_size,) if not op.per_page else (1, self.spec.group_size)
-        if node.shape[1] != 1 or node.shape[0] not in expected:
+        if node.shape[0] not in expected:
             raise ShapeError(
-                f"{op.label}: 'x' is [., {node.shape[0]}, {node.shape[1]}], expected [., n, 1] with n of "
-                f"{' or '.join(map(str, dict.fromkeys(expected)))}"
+                f"{op.label}: axis 1 of 'x' is {node.shape[0]}, expected {' or '.join(map(str, dict.fromkeys(expected)))}"
             )
         if not op.per_page and node.format is not FORMAT.BATCHED:
             raise FormatError(f"{op.label}: 'x' is {node.format.name}, expected BATCHED: one entry per row")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -84,15 +84,9 @@ class ScoreBound(HintOp):
 
     hint: ClassVar[str] = "bound"
 
-    def infer(self, x: Inner, *others: Any) -> Inner:
-        return x
-
 
 class TauEstimate(HintOp):
     """Gives attention an estimate x, BATCHED ``[B, G, 1]``, of entmax's threshold: see ``tau_mode`` of ``Entmax``."""
 
     hint: ClassVar[str] = "estimate"
     per_page: ClassVar[bool] = False
-
-    def infer(self, x: Inner, *others: Any) -> Inner:
-        return x

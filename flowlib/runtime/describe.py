@@ -22,6 +22,7 @@ def describe(plan: Plan, bandwidth: float | None = None) -> str:
         f"{spec.num_heads} query / {spec.num_kv_heads} kv heads, {str(spec.kv_dtype).removeprefix('torch.')}",
         f"budget: {spec.top_k} pages or {spec.top_k_ratio:g} of a row, plus {spec.bos} first and {spec.eos} last; "
         f"at most {plan.max_selected} of {spec.max_pages} pages attended",
+        f"attention: {plan.attention}",
         "",
         f"fields ({plan.field_bytes_per_page} bytes per page and layer, "
         f"{plan.field_bytes_per_page / _kv_bytes_per_page(plan):.1%} of {'the latents' if spec.is_mla else 'K and V'})",

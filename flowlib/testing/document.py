@@ -15,6 +15,8 @@ from flowlib import ops
 from flowlib.core.errors import FlowlibError, OptionError
 from flowlib.core.formats import FORMAT, Side
 from flowlib.core.op import Op, SegmentOp, SelectOp, SourceOp
+from flowlib.core.rows import HintOp, RowOp
+from flowlib.core.spec import Spec
 
 OpType = type[Op]
 
@@ -36,6 +38,7 @@ An op with a second name starting with C is one definition; both names work on b
 - **tile** ops work inside one entry; neighbours become one kernel.
 - **segment** ops work across the scored pages `[bos, S - eos)` of a row and end a kernel.
 - **selection** ops write `o`, the page list of every row.
+- **hints** tell attention something beside the selection: `op(x, o, ctx=ctx)`.
 
 `q.mean(dim, keepdim=True)` is `Mean(dim)` of any value."""
 
@@ -43,6 +46,7 @@ KINDS = {
     "tile": "Tile ops",
     "segment": "Segment ops",
     "selection": "Selection ops",
+    "hint": "Hints",
 }
 
 
@@ -63,6 +67,7 @@ class Size(int):
         return Size(int(self) // int(other), f"{_text(self)}/{_text(other)}")
 
 
+_SPEC = Spec(group_size=Size(3, "G"))
 R, C, ONE = Size(14, "r"), Size(22, "c"), Size(1, "1")
 SAMPLES: dict[str, object] = {
     "first": -1, "r": Size(22, "r'"), "c": Size(14, "c'"), "k": Size(2, "k"), "start": 0, "end": 1, "lo": 0.0,
@@ -100,9 +105,11 @@ def page() -> str:
 
 
 def kind_of(op_type: OpType) -> str:
-    """``"tile"``, ``"segment"`` or ``"selection"``."""
+    """``"tile"``, ``"segment"``, ``"selection"`` or ``"hint"``."""
     if issubclass(op_type, SelectOp):
         return "selection"
+    if issubclass(op_type, HintOp):
+        return "hint"
     return "segment" if issubclass(op_type, SegmentOp) else "tile"
 
 
@@ -161,6 +168,7 @@ def _shapes(op_type: OpType) -> list[str]:
 
 
 def _shape(op: Op) -> str:
+    op = op.bound(_SPEC)
     for sizes in PROBES[len(op.names)]:
         try:
             result = op.infer((R, C)) if op.shaped_like_output else op.infer(*sizes)
@@ -168,10 +176,14 @@ def _shape(op: Op) -> str:
             continue
         axis = "S" if op.across_pages else "."
         inputs = ", ".join(f"{name} {_entry(size, axis)}" for name, size in zip(op.names, sizes, strict=True))
-        per_row = op.across_pages and op.result_format([FORMAT.RAGGED], Side.INDEXER) is FORMAT.BATCHED
+        per_row = isinstance(op, RowOp) or (op.across_pages and not op.takes_output and _is_per_row(op))
         target = "`o`" if op.takes_output else "a field" if op.saves else _entry(result, "B" if per_row else axis)
         return f"{inputs} → {target}" if inputs else f"→ {target}"
     raise OptionError(f"{type(op).__name__}: takes none of the sizes in PROBES; add some it takes")
+
+
+def _is_per_row(op: Op) -> bool:
+    return op.result_format([FORMAT.RAGGED], Side.INDEXER) is FORMAT.BATCHED
 
 
 def _entry(size: Sequence[int], axis: str) -> str:
@@ -187,8 +199,13 @@ def _formats(op_type: OpType) -> str:
         return "S, P → `o`" if op_type.names else "→ `o`"
     if op_type.saves:
         return "B, S, P → P"
+    if issubclass(op_type, HintOp):
+        return "S, P → `o`" if op_type.per_page else "B → `o`"
     if issubclass(op_type, SegmentOp):
-        return "S, P → S"
+        inputs, per_row = "S, P " if op_type.names else "", _is_per_row(next(instances(op_type))[1])
+        return f"{inputs}→ {'B' if per_row else 'S'}"
+    if issubclass(op_type, RowOp):
+        return "→ B"
     if issubclass(op_type, SourceOp):
         return "→ P" if op_type.shaped_like_output else "→ S"
     across = [op for _, op in instances(op_type) if op.across_pages]
@@ -205,6 +222,8 @@ def _runs_as(op_type: OpType) -> str:
     if kind_of(op_type) == "selection":
         own = op_type.lower is SelectOp.lower
         return "`kernels.select:launch_select`" if own else "other ops, then `kernels.select:launch_select`"
+    if kind_of(op_type) == "hint":
+        return "`kernels.entmax:launch_entmax`"
     kernels = sorted({op.kernel.removeprefix("flowlib.") for _, op in instances(op_type) if isinstance(op, SegmentOp)})
     if kind_of(op_type) == "segment":
         return ", ".join(f"`{kernel}`" for kernel in kernels)
