@@ -104,9 +104,8 @@ class ProfileContext(ContextBase):
             raise FlowDefinitionError(f"{op.label}: 'o' is told twice, expected once ({self.hints[op.hint].where})")
         expected = (self.spec.group_size,) if not op.per_page else (1, self.spec.group_size)
         if node.shape[0] not in expected:
-            raise ShapeError(
-                f"{op.label}: axis 1 of 'x' is {node.shape[0]}, expected {' or '.join(map(str, dict.fromkeys(expected)))}"
-            )
+            sizes = " or ".join(map(str, dict.fromkeys(expected)))
+            raise ShapeError(f"{op.label}: axis 1 of 'x' is {node.shape[0]}, expected {sizes}")
         if not op.per_page and node.format is not FORMAT.BATCHED:
             raise FormatError(f"{op.label}: 'x' is {node.format.name}, expected BATCHED: one entry per row")
         self.hints[op.hint] = node
