@@ -187,8 +187,9 @@ class _Row:
         width, row = len(self.pages), self.request * self.step.plan.spec.num_kv_heads + self.head
         raw = None if out.raw_scores is None else out.raw_scores[row : row + 1, :, :width].cpu()
         one = slice(self.request, self.request + 1)
+        lse = None if out.lse is None else out.lse[one, heads].cpu()
         part = StepOutput(
-            self.plan, out.o[one, heads].cpu(), out.lse[one, heads].cpu(), out.pages[one, lists].cpu(),
+            self.plan, out.o[one, heads].cpu(), lse, out.pages[one, lists].cpu(),
             out.lengths[one, lists].cpu(), raw, length,
         )  # fmt: skip
         batch = flowlib.Batch(self.pages[None].cpu().to(torch.int32), length)

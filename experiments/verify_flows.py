@@ -156,9 +156,12 @@ def decode(name: str, setup: Setup, oracle: Oracle | None = None) -> Iterator[St
 
 def _step(run: stages.Run, number: int, verdicts: dict[str, Judgement]) -> Step:
     made, spec = run.scene, run.scene.spec
-    dense = flowlib.dense(made.q, run.store, made.batch, dtype=torch.float64)
+    dense = flowlib.dense(made.q, run.store, made.batch, dtype=torch.float64, attention=made.plan.attention)
     lists = run.out.lengths.cpu()
-    mass = (run.out.lse.double() - dense.lse).exp().clamp(max=1.0).cpu()
+    if run.out.lse is None or dense.lse is None:  # entmax tells of no share: what it keeps is scaled up to 1
+        mass = torch.full(lists.shape, float("nan"), dtype=torch.float64)
+    else:
+        mass = (run.out.lse.double() - dense.lse).exp().clamp(max=1.0).cpu()
     distance = (run.out.o.double() - dense.o).norm() / dense.o.norm()
     return Step(
         run.impl, number, max(made.lengths), verdicts, int(lists.sum()),
@@ -174,8 +177,8 @@ def show(name: str, kind: str, steps: list[Step]) -> bool:
         worst = max(s.verdicts.values(), key=lambda v: (not v.ok, v.ratio))
         label = next(stage for stage, v in s.verdicts.items() if v is worst)
         rows.append([
-            s.impl, str(s.number), str(s.tokens), f"{s.attended} / {s.cached}", f"{float(s.mass.mean()):.1%}",
-            f"{float(s.mass.min()):.1%}", f"{s.distance:.3f}", _error(s, "scores"), _error(s, "selection"),
+            s.impl, str(s.number), str(s.tokens), f"{s.attended} / {s.cached}", _share(float(s.mass.mean())),
+            _share(float(s.mass.min())), f"{s.distance:.3f}", _error(s, "scores"), _error(s, "selection"),
             _error(s, "o"), f"{label} {worst.ratio:.2g}",
         ])  # fmt: skip
     columns = [
@@ -191,6 +194,10 @@ def show(name: str, kind: str, steps: list[Step]) -> bool:
 
 def _error(step: Step, stage: str) -> str:
     return f"{step.verdicts[stage].error:.0e}" if stage in step.verdicts else "-"
+
+
+def _share(mass: float) -> str:
+    return f"{mass:.1%}" if mass == mass else "-"
 
 
 def names_of(flows: list[str] | None, flow_file: str | None) -> list[str]:

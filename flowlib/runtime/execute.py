@@ -125,7 +125,8 @@ class Executor:
         program, spec = plan.program, plan.spec
         self.tiles = {s.name: TileKernel(s, program.source, spec) for s in program.stages if isinstance(s, TileStage)}
         name = joined_name(program.stages)
-        self.joined = TileKernel(program.step_stages[0], program.source, spec, name) if name else None
+        first = next((s for s in program.step_stages if isinstance(s, TileStage)), None)
+        self.joined = TileKernel(first, program.source, spec, name) if name and first else None
         self.segments = {s.name: load_function(s.op.kernel) for s in program.stages if isinstance(s, SegmentStage)}
         self.select = load_function(SELECT)
         self.attend = load_function(plan.attention_kernel)
