@@ -75,7 +75,7 @@ def entmax(
     """
     scores = tokens.scores
     size, width = scores.shape[0], scores.shape[3]
-    rows = scores.reshape(-1, width)
+    rows = scores.reshape(size * spec.num_heads, width)
     alpha = torch.full((len(rows),), attention.alpha, dtype=torch.float64, device=scores.device)
     p, tau = solve(rows, alpha)
     p, tau = p.view(size, spec.num_heads, width), tau.view(size, spec.num_heads)
@@ -91,7 +91,7 @@ def entmax(
 
 
 def certified(
-    bounds: torch.Tensor, scored: torch.Tensor, pages: torch.Tensor, done: Weighted, a: float
+    bounds: torch.Tensor, scored: torch.Tensor, pages: torch.Tensor, done: Weighted, a: float, kv_heads: int
 ) -> torch.Tensor:
     """Whether no scored page left out can hold a token above tau: bool ``[bs, H_q]``.
 
@@ -101,9 +101,10 @@ def certified(
         pages: int32 ``[bs, H_kv or H_q, M]``.
         done: attention over these lists.
         a: alpha − 1.
+        kv_heads: of a row's R / bs.
     """
     size, heads = done.tau.shape
-    lists, width, kv_heads = pages.shape[1], scored.shape[1], len(scored) // max(size, 1)
+    lists, width = pages.shape[1], scored.shape[1]
     logical = torch.where(pages < 0, width, pages).to(torch.int64)
     inside = torch.zeros(size, lists, width + 1, dtype=torch.bool, device=pages.device).scatter(-1, logical, True)
     inside = inside[..., :width].repeat_interleave(heads // lists, 1)  # [bs, H_q, W]
@@ -124,9 +125,9 @@ def rows_of(q: torch.Tensor | None, store: KVStore, batch: Batch, spec: Spec, dt
             raise BackendError("an op called alone has no queries, whose scores in the last page it could read")
         tail = torch.div(batch.seq_lens - 1, spec.page_size, rounding_mode="floor")[:, None, None].expand(-1, heads, 1)
         scores = listed(q, store, batch, tail, spec, dtype).scores
-        return scores.new_full((batch.size * heads, group), float("-inf")) if scores.shape[3] == 0 else (
-            scores.amax(-1).reshape(-1, group)
-        )
+        if scores.shape[3] == 0:
+            return scores.new_full((batch.size * heads, group), float("-inf"))
+        return scores.amax(-1).reshape(batch.size * heads, group)
 
     position = (batch.seq_lens - 1).to(dtype).repeat_interleave(heads)
     return Rows(position, slopes.view(heads, group).repeat(batch.size, 1), tail_maximum)

@@ -194,7 +194,7 @@ def _attend_entmax(
     if "bound" not in hints:
         return done, None
     bounds = hints["bound"].expand(-1, rows.width, -1, -1)
-    return done, certified(bounds, rows.scored, pages, done, attention.alpha - 1.0)
+    return done, certified(bounds, rows.scored, pages, done, attention.alpha - 1.0, plan.spec.num_kv_heads)
 
 
 def page_lists(

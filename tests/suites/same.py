@@ -23,11 +23,18 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 def differing(one: StepOutput, other: StepOutput, columns: int | None = None) -> list[str]:
     """Names of the outputs that differ in any bit; scores are compared in the first `columns` of the table."""
-    pairs = {name: (getattr(one, name), getattr(other, name)) for name in ("o", "lse", "pages", "lengths")}
+    own = ("o", "lse", "tau", "mass", "certified", "pages", "lengths")
+    pairs = {name: (getattr(one, name), getattr(other, name)) for name in own}
+    pairs = {name: pair for name, pair in pairs.items() if pair != (None, None)}
     if one.scores is not None and other.scores is not None:
         pairs["scores"] = (one.scores[..., :columns], other.scores[..., :columns])
     names = [n for n, (a, b) in pairs.items() if a.shape != b.shape or not torch.equal(bits(a), bits(b))]
     return names + (["scores"] if (one.scores is None) != (other.scores is None) else [])
+
+
+def total(out: StepOutput) -> torch.Tensor:
+    """What o was divided by: the log-sum-exp ``[rows, H_q]``, or entmax's threshold."""
+    return out.tau if out.lse is None else out.lse
 
 
 def page_counts(lengths: tuple[int, ...], page_size: int) -> list[int]:
