@@ -43,7 +43,7 @@ def test_any_tile_op_in_any_format(name, data):
     ]
     batched = all(f is FORMAT.BATCHED for f in formats)
     lined_up = inputs if batched else [x[at.source(f)] for x, f in zip(inputs, formats, strict=True)]
-    terms = sum(r * c for r, c in use.shapes) + 8
+    terms, op = sum(r * c for r, c in use.shapes) + 8, use.op.bound(at.plan.spec)
     for compute, impl in ((torch.float64, "reference"), (torch.float32, "triton")):
         ctx = at.context(impl, compute)
         given_values = [flowlib.as_vtensor(x, f, ctx) for x, f in zip(inputs, formats, strict=True)]
@@ -52,10 +52,10 @@ def test_any_tile_op_in_any_format(name, data):
         assert out.shape == use.op.infer(*use.shapes)
         result = out.data if batched else out.data[at.scored()]
         if name in WHERE:  # exact: a comparison of numbers both sides hold exactly
-            assert torch.equal(result.double(), use.op.meaning(*(x.double() for x in lined_up)).expand_as(result))
+            assert torch.equal(result.double(), op.meaning(*(x.double() for x in lined_up)).expand_as(result))
             continue
         wanted = expect(
-            lambda *xs: use.op.meaning(*xs).expand(len(xs[0]), *use.op.infer(*use.shapes)), lined_up,
+            lambda *xs: op.meaning(*xs).expand(len(xs[0]), *op.infer(*use.shapes)), lined_up,
             dtype=compute, compute=compute, terms=terms, independent=True,
         )  # fmt: skip
         verdict = wanted.judge(result)
@@ -69,7 +69,7 @@ def test_any_tile_op_into_a_field(name, data):
     """The cache side: pages that are finished, and no other, in the field's dtype."""
     use, dtype = data.draw(uses(name)), data.draw(dtypes())
     at = bench("cpu")
-    finished = [p for own in at.pages for p in own[:2]]
+    op, finished = use.op.bound(at.plan.spec), [p for own in at.pages for p in own[:2]]
     loc = torch.tensor([p * PAGE + PAGE - 1 for p in finished] + [at.pages[0][4] * PAGE])
     entries = torch.tensor([p * HEADS + h for p in finished for h in range(HEADS)])
     inputs = [draw((at.entries[FORMAT.PAGED], *shape), dtype, i, use.domain) for i, shape in enumerate(use.shapes)]
@@ -80,7 +80,7 @@ def test_any_tile_op_into_a_field(name, data):
         field = torch.full((at.entries[FORMAT.PAGED], *shape), -77.0, dtype=dtype)
         use.op(*given_values, flowlib.as_vtensor(field, FORMAT.PAGED, ctx), loc=loc, ctx=ctx)
         wanted = expect(
-            lambda *xs: use.op.meaning(*xs).expand(len(xs[0]), *shape), [x[entries] for x in inputs],  # noqa: B023
+            lambda *xs: op.meaning(*xs).expand(len(xs[0]), *shape), [x[entries] for x in inputs],  # noqa: B023
             dtype=dtype, compute=compute, terms=sum(r * c for r, c in use.shapes) + 8, independent=True,
         )  # fmt: skip
         verdict = wanted.judge(field[entries])

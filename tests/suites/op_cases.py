@@ -145,6 +145,7 @@ CASES: dict[str, list[Case]] = {
     "Exp": unary(lambda x, alpha=0.0, beta=1.0: torch.exp(x * beta + alpha), {}, {"alpha": 0.5, "beta": -2.0}),
     "Log": unary(lambda x, alpha=0.0, beta=1.0: torch.log(x * beta + alpha), {}, {"alpha": 0.5, "beta": 2.0},
                  domain="positive"),
+    "Scaled": unary(lambda x: x * 0.25),
     "Sqrt": unary(lambda x: x**0.5, domain="positive"),
     "Clamp": unary(lambda x, lo, hi: torch.clip(x, lo, hi), {"lo": -0.5, "hi": 0.75}),
     "Relu": unary(lambda x, alpha=0.0, beta=0.0: torch.where(x < alpha, beta * x, x), {}, {"alpha": 0.25, "beta": 0.5}),
@@ -176,7 +177,8 @@ CASES: dict[str, list[Case]] = {
 
 ALONE = {
     "Softmax", "Normalize", "L2Normalize", "Conv1d", "GaussianTau", "topK", "approxTopK", "TopK", "topP",
-    "Threshold", "Union", "Reserved", "Fill", "CFill", "Save", "PagePosition",
+    "Threshold", "Union", "Reserved", "Fill", "CFill", "Save", "PagePosition", "QueryPosition", "AlibiSlopes",
+    "GaussianFloor", "TailFloor", "ScoreBound", "TauEstimate",
 }
 """Ops with tests of their own: they work across pages, or have no input, or write a field from the indexer."""
 
