@@ -16,6 +16,7 @@ from flowlib.kernels.pdl import begin, options
 
 _BLOCK = 2048
 _VALUES_PER_THREAD = 8
+_MANY_REGISTERS = 168  # where the assembler would spill to fit one more program on a multiprocessor
 _NEWTON_STEPS = tl.constexpr(12)
 _STEPS = tl.constexpr(64)
 _TOLERANCE = tl.constexpr(1e-6)
@@ -282,5 +283,6 @@ def launch_gaussian_tau(
         safety_margin_z, excess, H=num_kv_heads, PLANES=planes, PAGE=page_size, D=size,
         BD=triton.next_power_of_2(size), A=alpha - 1.0, BETA=float(near) if abs(beta - near) < 1e-9 else beta,
         MIXTURE=alibi_slopes is not None if by_slope else mixture, BY_SLOPE=by_slope and alibi_slopes is not None,
-        TAIL=tail, BW=block, num_warps=min(8, max(1, block // (32 * _VALUES_PER_THREAD))), num_stages=1, **options(pdl),
+        TAIL=tail, BW=block, num_warps=min(8, max(1, block // (32 * _VALUES_PER_THREAD))), num_stages=1,
+        maxnreg=_MANY_REGISTERS, **options(pdl),
     )  # fmt: skip

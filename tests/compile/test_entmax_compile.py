@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from flowlib.kernels import entmax
+from flowlib.kernels import entmax, gaussian
 from flowlib.runtime import interpreter
 from flowlib.testing.compile_only import SHARED_MEMORY_LIMIT, compile_only, report
 
@@ -101,3 +101,30 @@ def test_entmax(shape, target):
         assert kernel.spills == 0, kernel
         assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT[target], kernel
         assert kernel.matrix_ops or kernel.name == "threshold_kernel" or shape.dtype == torch.float32
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("alpha", "width", "dim"), [(1.5, 512, 128), (2.0, 8192, 64), (1.25, 300, 96), (4 / 3, 70_000, 256)]
+)
+def test_gaussian_thresholds(alpha, width, dim, target):
+    heads, group, int32 = 8, 4, torch.int32
+    moments = [zeros(BS * heads, group, width) for _ in range(2)]
+    rows = {"num_kv_heads": heads, "page_size": 16, "bos": 0, "eos": 1}
+    step = {
+        "q": zeros(BS, heads * group, dim, dtype=torch.bfloat16), "k": zeros(SLOTS, heads, dim, dtype=torch.bfloat16),
+        "page_table": zeros(BS, width, dtype=int32), "scale": 0.1, "k_scale": 1.0, "alibi_slopes": zeros(heads * group),
+    }  # fmt: skip
+    with compile_only(target) as kernels:
+        options = {"alpha": alpha, "safety_margin_z": 0.0, "excess": 0.1}
+        tau = zeros(BS * heads, group)
+        gaussian.launch_gaussian_tau(*moments, tau, zeros(BS, dtype=int32), **rows, **options, mixture=False)
+        gaussian.launch_gaussian_tau(
+            *moments, tau, zeros(BS, dtype=int32), **rows, **options, mixture=None, tail=True, **step
+        )
+        gaussian.launch_tail_floor(tau, zeros(BS, dtype=int32), **rows, alpha=alpha, **step)
+    print("\n" + "\n".join(report(kernels)))
+    assert [k.name for k in kernels] == ["gaussian_tau_kernel"] * 2 + ["tail_floor_kernel"]
+    for kernel in kernels:
+        assert 0 < kernel.registers <= 255
+        assert kernel.spills == 0, kernel
