@@ -1,0 +1,10 @@
+"""The suite of decoding over a PagedKVCache by kernels, interpreted; see tests/suites/entmax_decode.py."""
+
+from tests.suites.entmax_decode import (  # noqa: F401
+    test_a_cache_that_grows_drops_what_kernels_worked_in,
+    test_caches_of_16_bits,
+    test_gaussian,
+    test_refusals_of_kernels,
+    test_the_fixed_threshold_is_the_estimate,
+    test_topk,
+)

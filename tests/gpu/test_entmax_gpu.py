@@ -1,0 +1,108 @@
+"""Entmax on a GPU: the suites of tests/cpu, a row of a million tokens, and decode loops that wait for nothing."""
+
+import pytest
+import torch
+
+import flowlib
+from flowlib.attention import Entmax
+from flowlib.core.entmax import solve
+from flowlib.entmax import gaussian_decode, topk_decode
+from flowlib.kernels import entmax, gaussian, select
+from flowlib.testing import gamma
+from tests.suites.entmax_decode import (  # noqa: F401
+    test_a_cache_that_grows_drops_what_kernels_worked_in,
+    test_caches_of_16_bits,
+    test_gaussian,
+    test_refusals_of_kernels,
+    test_the_fixed_threshold_is_the_estimate,
+    test_topk,
+)
+from tests.suites.entmax_kernels import (  # noqa: F401
+    test_a_fixed_threshold_is_taken_as_it_is,
+    test_a_page_of_nan_shows,
+    test_an_estimate_is_corrected,
+    test_attends_to_exactly_the_listed_tokens,
+    test_certificates,
+    test_each_head_has_its_own_alpha,
+    test_rows_that_are_hard_to_solve,
+    test_splits_do_not_change_the_threshold,
+    test_strides_of_queries_and_pool_are_free,
+    test_values_are_read_where_there_is_mass_only,
+    test_whole_rows,
+)
+from tests.suites.row_ops import (  # noqa: F401
+    test_a_normal_per_page_where_there_is_a_slope,
+    test_a_row_op_joins_page_ops,
+    test_alibi_slopes,
+    test_query_position,
+    test_what_reads_a_steps_queries_is_not_called_alone,
+)
+
+KERNELS = [
+    entmax.score_kernel, entmax.threshold_kernel, entmax.value_kernel, gaussian.gaussian_tau_kernel,
+    gaussian.tail_floor_kernel, select.select_kernel,
+]  # fmt: skip
+
+
+def compiled() -> int:
+    """Variants of the hand-written kernels that were compiled so far."""
+    return sum(len(cache[0]) for kernel in KERNELS for cache in kernel.device_caches.values())
+
+
+@pytest.mark.parametrize("alpha", [1.25, 1.5, 2.0])
+@pytest.mark.parametrize("tokens", [2**20, 300_001])
+def test_a_row_of_a_million_tokens(tokens, alpha, device):
+    spec = flowlib.Spec(page_size=64, head_dim=64, group_size=2, num_kv_heads=2, kv_dtype=torch.float32, max_pages=1)
+    plan = flowlib.profile(flowlib.build("streaming"), spec.replace(max_pages=-(-tokens // 64)))
+    g, pages = torch.Generator().manual_seed(0), -(-tokens // 64)
+    pool = flowlib.PagedPool(plan, pages, device)
+    for value in (pool.k, pool.v):
+        value.copy_(torch.randn(value.shape, generator=g))
+    table = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device=device)[None]
+    batch = flowlib.Batch(table, torch.tensor([tokens], dtype=torch.int32, device=device))
+    q = torch.randn(1, 4, 64, generator=g).to(device)
+    out = flowlib.dense(q, pool, batch, impl="triton", attention=Entmax(alpha))
+    slots = (table[0].long()[:, None] * 64 + torch.arange(64, device=device)).flatten()[:tokens]
+    for head in range(4):
+        k, v = (x[slots, head // 2].double() for x in (pool.k, pool.v))
+        scores = k @ q[0, head].double() / 8.0
+        p, tau = solve(scores[None], torch.tensor([alpha], dtype=torch.float64, device=device))
+        off = gamma(72) * float((k.abs() @ q[0, head].double().abs()).max()) / 8.0 + gamma(16) / (alpha - 1.0)
+        u = torch.where(p[0] > 0, p[0] ** (2.0 - alpha), 0.0)
+        allowed = 2 * off * (u @ v.abs()) + gamma(256) * (p[0] @ v.abs())
+        assert ((out.o[0, head].double() - p[0] @ v).abs() <= allowed).all()
+        assert abs(float(out.tau[0, head]) - float(tau)) <= (alpha - 1.0) * off + 1e-6
+
+
+@pytest.mark.parametrize("method", ["topk", "gaussian"])
+@pytest.mark.parametrize("slopes", [True, False])
+def test_a_decode_loop_neither_waits_nor_compiles(method, slopes, device):
+    """Three steps to warm up, then 64 over four page bounds."""
+    g = torch.Generator().manual_seed(1)
+    cache = flowlib.PagedKVCache(16, ("topk", "gaussian"), max_seq_len=1000)
+    cache.initialize(*(torch.randn(2, 4, 700, 64, generator=g).bfloat16().to(device) for _ in range(2)), (700, 437))
+    tokens = torch.randn(68, 2, 2, 4, 1, 64, generator=g).bfloat16().to(device)
+    q = torch.randn(2, 16, 1, 64, generator=g).bfloat16().to(device)
+    out = torch.empty_like(q)
+    alibi = torch.rand(16, generator=g).to(device) if slopes else None
+    options = {"alibi_slopes": alibi, "append_cache": True, "impl": "triton"}
+
+    def step(i: int) -> None:
+        if method == "topk":
+            topk_decode(q, cache, *tokens[i], out, 8, **options)
+        else:
+            gaussian_decode(q, cache, *tokens[i], out, **options)
+
+    for i in range(3):
+        step(i)
+    torch.cuda.synchronize()
+    before = compiled()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for i in range(3, 67):
+            step(i)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert compiled() == before
+    assert cache.seq_lens_host == (767, 504)
+    assert out.isfinite().all()
