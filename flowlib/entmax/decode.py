@@ -268,11 +268,11 @@ def _on_the_device(function: str) -> Implementation[Options]:
     def run(
         step: Step, options: Options, exact: list[bool], least: int, out: torch.Tensor, info: list[DecodeInfo] | None
     ) -> torch.Tensor:
-        outcome = getattr(importlib.import_module(DEVICE), function)(step, options, least, out)
+        device = importlib.import_module(DEVICE)
+        done = getattr(device, function)(step, options, least, out)
         if info is not None:
-            values = (*outcome.selection, outcome.attended.tau, outcome.attended.mass, outcome.certified)
-            pages, counts, sel_lens, tau, mass, certified = (x.clone() for x in values)  # the next step overwrites them
-            info.append(DecodeInfo(Selection(pages, counts, sel_lens), tau, mass, certified, tuple(exact)))
+            selection, attended, certified = device.told(done, step.cache)
+            info.append(DecodeInfo(selection, attended.tau, attended.mass, certified, tuple(exact)))
         return out
 
     return run

@@ -27,7 +27,7 @@ from flowlib.runtime.plan import Plan, StepOutput
 from flowlib.runtime.pool import KVStore
 
 if TYPE_CHECKING:
-    from flowlib.entmax.decode import GaussianOptions, Outcome, Step
+    from flowlib.entmax.decode import GaussianOptions, Step
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,7 +49,7 @@ def check_step(what: str, step: Step, *, one_alpha: bool) -> None:
     _plan(EntmaxTopKAttention, (), _spec(step), None).check_impl("triton", step.q.device)
 
 
-def topk(step: Step, topk_pages: int, least: int, out: torch.Tensor) -> Outcome:
+def topk(step: Step, topk_pages: int, least: int, out: torch.Tensor) -> StepOutput:
     """:func:`flowlib.entmax.topk_decode` of all rows into `out`; those under `least` tokens exactly."""
     alpha = step.same_alpha
     soft = alpha == 1.0
@@ -57,7 +57,7 @@ def topk(step: Step, topk_pages: int, least: int, out: torch.Tensor) -> Outcome:
     return _run(step, EntmaxTopKAttention, options, out, Softmax() if soft else None, alpha is None)
 
 
-def gaussian(step: Step, given: GaussianOptions, least: int, out: torch.Tensor) -> Outcome:
+def gaussian(step: Step, given: GaussianOptions, least: int, out: torch.Tensor) -> StepOutput:
     """:func:`flowlib.entmax.gaussian_decode` of all rows into `out`; those under `least` tokens exactly."""
     options = {
         "alpha": step.same_alpha, "tau_mode": given.tau_mode, "niter": given.niter,
@@ -70,9 +70,7 @@ def gaussian(step: Step, given: GaussianOptions, least: int, out: torch.Tensor) 
 def _run(
     step: Step, flow: type, options: dict[str, Hashable], out: torch.Tensor,
     attention: Normaliser | None = None, by_head: bool = False,
-) -> Outcome:  # fmt: skip
-    from flowlib.entmax.decode import Outcome
-
+) -> StepOutput:  # fmt: skip
     cache = step.cache
     plan = _plan(flow, tuple(options.items()), _spec(step), attention)
     key = (plan, cache.batch, by_head)
@@ -87,7 +85,15 @@ def _run(
         work["a_of_head"] = (step.alpha - 1.0).to(torch.float32)
     done = replace(scratch, o=out[:, :, 0], workspace=work)
     plan.launch(step.q, store, Batch(cache.block_table, cache.seq_lens), done)
-    return Outcome(_attended(done, cache), *_chosen(done, cache))
+    return done
+
+
+def told(done: StepOutput, cache: PagedKVCache) -> tuple[Selection, Attended, torch.Tensor]:
+    """What a step attended to, what it gave, and the certificates, in tensors that the next step leaves alone."""
+    selection, certified = _chosen(done, cache)
+    attended = _attended(done, cache)
+    copies = [x.clone() for x in (*selection, attended.tau, attended.mass, certified)]
+    return Selection(*copies[:3]), Attended(done.o, *copies[3:5]), copies[5]
 
 
 def _spec(step: Step) -> Spec:
