@@ -119,7 +119,8 @@ def test_no_triton_is_imported():
         "    print(flowlib.profile(flow, flow.default_spec()))\n"
         "assert not any(m.split('.')[0] in ('triton', 'sglang') for m in sys.modules), sorted(sys.modules)\n"
     )
-    assert python("-c", code).count("generated module:") == len(flowlib.list_flows())
+    *shown, count = python("-c", code + "print(len(flowlib.list_flows()))\n").strip().split("\n")
+    assert "\n".join(shown).count("generated module:") == int(count) > 0
 
 
 def _reads(stage) -> set[str]:
