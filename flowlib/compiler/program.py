@@ -121,14 +121,7 @@ class Program:
 
     def full_pages(self, spec: Spec) -> int:
         """Rows of at most so many pages are attended in full for being within the budget."""
-        if not self.covers:
-            return 0
-        low, high = 0, spec.max_pages
-        while low < high:  # what the budget leaves out grows with the row
-            middle = (low + high + 1) // 2
-            covered = middle - spec.bos - spec.eos <= self.selection.op.budget(spec, middle)
-            low, high = (middle, high) if covered else (low, middle - 1)
-        return low
+        return self.selection.op.covered_pages(spec) if self.covers else 0
 
     @property
     def step_stages(self) -> tuple[TileStage | SegmentStage, ...]:

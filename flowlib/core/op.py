@@ -250,6 +250,15 @@ class SelectOp(Op):
         top_k, ratio = self.limits(spec)
         return max(top_k, (num_pages * ratio) >> 16)
 
+    def covered_pages(self, spec: Spec) -> int:
+        """Rows of at most so many pages are within the budget and the reserved pages, up to ``spec.max_pages``."""
+        low, high = 0, spec.max_pages
+        while low < high:  # what the budget leaves out grows with the row
+            middle = (low + high + 1) // 2
+            covered = middle - spec.bos - spec.eos <= self.budget(spec, middle)
+            low, high = (middle, high) if covered else (low, middle - 1)
+        return low
+
     def lower(self, *inputs: vTensor, direct: bool) -> tuple[SelectOp, vTensor] | None:
         """The op as calls of other ops that end in a selection of scores; ``None`` if it is one already.
 

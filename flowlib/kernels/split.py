@@ -8,8 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_PARTS = tl.constexpr(3)
-
 
 @triton.jit
 def part_of(b_x, i_part: tl.constexpr, DTYPE: tl.constexpr):

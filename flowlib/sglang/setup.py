@@ -129,13 +129,8 @@ class FlowSetup:
 
         Shorter ones attend to everything with a flow of a fixed budget, and may leave pages out with an adaptive one.
         """
-        spec, op = self.plan.spec, self.plan.program.selection.op
-        low, high = 0, spec.max_pages
-        while low < high:  # what the budget leaves out grows with the request
-            middle = (low + high + 1) // 2
-            covered = middle - spec.bos - spec.eos <= op.budget(spec, middle)
-            low, high = (middle, high) if covered else (low, middle - 1)
-        return max(low * spec.page_size, self.dense_below)
+        covered = self.plan.program.selection.op.covered_pages(self.plan.spec)
+        return max(covered * self.plan.spec.page_size, self.dense_below)
 
     def summary(self) -> dict[str, Any]:
         """What is served, as plain values: flow, options, budget, layers and memory. ``/server_info`` shows it."""
