@@ -31,13 +31,16 @@ COMPILED = [
 
 
 def launch(plan: flowlib.Plan, rows: int = 2) -> None:
-    """An update, scores and page lists."""
+    """An update, scores and page lists, and the launch that updates and scores."""
     spec, executor = plan.spec, plan._executor
     pool = flowlib.PagedPool(plan, num_pages=4)
     batch = flowlib.Batch(torch.zeros(rows, spec.max_pages, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32))
     q = torch.zeros(rows, spec.num_heads, spec.head_dim, dtype=spec.field_dtype)
-    executor.update(pool, torch.zeros(4, dtype=torch.int64))
+    loc = torch.zeros(4, dtype=torch.int64)
+    executor.update(pool, loc)
     executor.choose(q, pool, batch, plan.allocate(rows, spec.max_pages, "cpu"))
+    if executor.joined is not None:
+        executor.choose(q, pool, batch, plan.allocate(rows, spec.max_pages, "cpu"), loc)
 
 
 @pytest.mark.parametrize(("name", "sizes", "target"), COMPILED)

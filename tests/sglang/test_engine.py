@@ -123,7 +123,8 @@ def test_triton_gives_the_reference_tokens(tiny_model, prompts, tmp_path):
     wave = [[[prompts[0][:70], prompts[1][:101]], 4]]
     found = {}
     for impl in ("reference", "triton"):
-        config = {"top_k": 2, "impl": impl, "trace": {"path": str(tmp_path / f"{impl}.jsonl"), "pages": True}}
+        trace = {"path": str(tmp_path / f"{impl}.jsonl"), "pages": True}
+        config = {"top_k": 2, "impl": impl, "trace": trace, "dense_below": 0}
         answers = generate(
             tmp_path / impl, wave, timeout=250, model_path=str(tiny_model), flow=QUEST, flow_config=config
         )
