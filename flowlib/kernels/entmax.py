@@ -25,6 +25,7 @@ _TILE_BYTES = 48 * 1024
 _COARSEST, _FINEST = 128, 16
 _THRESHOLD_WARPS = 8
 _MANY_REGISTERS = 168  # where the assembler would spill to fit one more program on a multiprocessor
+_LOOP_REGISTERS = 128  # as above, of four warps that can solve in memory too: four programs instead of five
 _REGISTER_TOKENS = 4096  # a head's tokens that stay in registers while tau is solved
 _VALUE_TILES = 64
 _SOLVE_TILES = 2048
@@ -341,6 +342,7 @@ def launch_entmax(
     kind = 0 if a_of_head is not None else _KIND.get(float(alpha), 0)
     many = kind == 0 or d1 > 0 or dv1 > 0 or itemsize == 4
     launch = {**options(pdl), **({"maxnreg": _MANY_REGISTERS} if many else {})}
+    in_loop = {"maxnreg": _LOOP_REGISTERS} if heads == 1 and z.shape[-1] > _REGISTER_TOKENS and not many else {}
     grid = (q.shape[0] * num_kv_heads * lanes * triton.cdiv(heads, _HEAD_TILE), num_splits)
     tokens, columns, longest = z.shape[-1], page_table.shape[1], 0 if pages is None else pages.shape[-1]
     strides = (0, 0, 0) if bounds is None else bounds.stride()
@@ -360,8 +362,7 @@ def launch_entmax(
         a, 1.0 / a, n_steps, *q.stride()[:2], *k.stride()[:2], tokens, page_table.stride(0), *strides, columns,
         longest, *reserved, D=head_dim, D0=d0, D1=d1, QK_TYPE=qk_type, HEADS=heads, BH=_HEAD_TILE,
         SELECTED=selected, SPLIT=num_splits > 1, PHYSICAL=physical is not None, WHOLE=block % page_size == 0,
-        num_warps=warps,
-        num_stages=2, **solving,
+        num_warps=warps, num_stages=2, **solving, **in_loop,
     )  # fmt: skip
     if heads > 1:
         threshold_kernel[(tau.numel(),)](

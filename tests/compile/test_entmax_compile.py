@@ -51,6 +51,7 @@ SHAPES = [
     Shape(kv_dtype=FP8, alpha=2.0, mode="corrected"),
     Shape(dim=64, v_dim=64, dtype=torch.float32, kv_dtype=torch.float32, alpha=1.75, alphas=True),
     Shape(group=1, selected=65536, page=16, mode="fixed"),
+    Shape(group=1, dim=64, v_dim=64, dtype=torch.float16, kv_dtype=torch.float16, selected=65536),
     Shape(per_head=False, dtype=torch.float16, kv_dtype=torch.float16, alpha=1.01, alphas=True, selected=1024),
 ]
 
