@@ -17,6 +17,15 @@ from flowlib.core.errors import BackendError
 SGLANG_VERSION = "0.5.16"
 """The SGLang these symbols were read in."""
 
+NATIVE = "SGLang has sparse attention as a plugin point"
+STABLE = "as long as SGLang has it"
+"""What would make an entry unnecessary."""
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The words of a text."""
+    return tuple(text.split())
+
 
 @dataclass(frozen=True)
 class Touch:

@@ -1,14 +1,6 @@
-"""The table of :mod:`flowlib.sglang.ledger`."""
+"""The symbols of SGLang that the plugin touches in every version; an adapter adds those of its version alone."""
 
-from flowlib.sglang.ledger import Touch
-
-_NATIVE = "SGLang has sparse attention as a plugin point"
-_STABLE = "as long as SGLang has it"
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
+from flowlib.sglang.ledger import NATIVE, STABLE, Touch, names
 
 TOUCHED = (
     Touch(
@@ -16,7 +8,7 @@ TOUCHED = (
         "the fields flow and flow_config, and the checks of the flags they go with",
         "replace",
         "plugins can add fields to ServerArgs",
-        reads=_names(
+        reads=names(
             "attention_backend prefill_attention_backend decode_attention_backend page_size chunked_prefill_size "
             "disable_radix_cache speculative_algorithm enable_mixed_chunk enable_hisparse enable_hierarchical_cache "
             "enable_lmcache enable_flexkv disaggregation_mode enable_page_major_kv_layout enable_unified_memory "
@@ -38,7 +30,7 @@ TOUCHED = (
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
         "the flow's fields in the KV pool",
         "around",
-        _NATIVE,
+        NATIVE,
         takes=("max_total_num_tokens", "mha_pool_class", "quant_method"),
         hook="flowlib.sglang.hooks.build_mha_pool",
     ),
@@ -46,7 +38,7 @@ TOUCHED = (
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_oot_mha_kv_pool",
         "the flow's fields in the KV pool of an out-of-tree platform",
         "around",
-        _NATIVE,
+        NATIVE,
         takes=("max_total_num_tokens",),
         hook="flowlib.sglang.hooks.build_oot_mha_pool",
     ),
@@ -54,7 +46,7 @@ TOUCHED = (
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
         "the fields' bytes in SGLang's memory budget",
         "after",
-        _NATIVE,
+        NATIVE,
         takes=("self", "kvc", "num_layers"),
         hook="flowlib.sglang.hooks.cell_size",
     ),
@@ -93,88 +85,88 @@ TOUCHED = (
         "sglang.srt.plugins.hook_registry.HookRegistry.register",
         "the hooks above",
         "call",
-        _STABLE,
+        STABLE,
         takes=("target", "hook", "hook_type"),
     ),
     Touch(
         "sglang.srt.configs.hybrid_arch.mambaish_config",
         "models with recurrent layers are refused",
         "call",
-        _STABLE,
+        STABLE,
         takes=("model_config",),
     ),
     Touch(
         "sglang.srt.configs.model_config.is_minimax_sparse",
         "models with sparse attention of their own are refused",
         "call",
-        _STABLE,
+        STABLE,
         takes=("config",),
     ),
-    Touch("sglang.srt.plugins.hook_registry.HookType", "the hooks above", "read", _STABLE),
-    Touch("sglang.srt.arg_groups.arg_utils.A", "annotations of the new fields", "call", _STABLE),
-    Touch("sglang.srt.arg_groups.arg_utils.Arg", "annotations of the new fields", "call", _STABLE, takes=("help",)),
+    Touch("sglang.srt.plugins.hook_registry.HookType", "the hooks above", "read", STABLE),
+    Touch("sglang.srt.arg_groups.arg_utils.A", "annotations of the new fields", "call", STABLE),
+    Touch("sglang.srt.arg_groups.arg_utils.Arg", "annotations of the new fields", "call", STABLE, takes=("help",)),
     Touch(
         "sglang.srt.server_args.add_attention_backend_choices",
         "flowlib as a value of the backend flags",
         "call",
-        _STABLE,
+        STABLE,
         takes=("choices",),
     ),
     Touch(
         "sglang.srt.layers.attention.attention_registry.register_attention_backend",
         "the backend's factory",
         "call",
-        _STABLE,
+        STABLE,
         takes=("name",),
     ),
-    Touch("sglang.srt.layers.attention.base_attn_backend.AttentionBackend", "the decode backend", "extend", _STABLE),
+    Touch("sglang.srt.layers.attention.base_attn_backend.AttentionBackend", "the decode backend", "extend", STABLE),
     Touch(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_cuda_graph_state",
         "static buffers",
         "extend",
-        _STABLE,
+        STABLE,
         takes=("max_bs", "max_num_tokens"),
     ),
     Touch(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata",
         "the page table of a step without a graph",
         "extend",
-        _STABLE,
+        STABLE,
         takes=("forward_batch",),
     ),
     Touch(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata_out_graph",
         "buffers of a graph, before its capture",
         "extend",
-        _STABLE,
+        STABLE,
         takes=("forward_batch", "in_capture"),
     ),
     Touch(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata_in_graph",
         "the page table, recorded in the graph",
         "extend",
-        _STABLE,
+        STABLE,
         takes=("forward_batch",),
     ),
     Touch(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.get_cuda_graph_seq_len_fill_value",
         "padded rows of a graph",
         "extend",
-        _STABLE,
+        STABLE,
     ),
     Touch(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward_decode",
         "the sparse decode step",
         "extend",
-        _STABLE,
+        STABLE,
         takes=("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
     ),
     Touch(
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
         "K, V and the flow's fields in one pool",
         "extend",
-        _NATIVE,
-        reads=_names(
+        NATIVE,
+        reads=names(
             "size page_size dtype device head_num head_dim v_head_dim kv_cache_layout is_quantized_kv_cache "
             "memory_saver_adapter _create_buffers _clear_buffers _get_key_buffer _get_value_buffer"
         ),
@@ -183,56 +175,56 @@ TOUCHED = (
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",
         "fields are updated on every write",
         "extend",
-        _NATIVE,
+        NATIVE,
         takes=("layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale", "layer_id_override", "dcp_kv_mask"),
     ),
-    Touch("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer_prefix_valid", "refused", "extend", _NATIVE),
+    Touch("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer_prefix_valid", "refused", "extend", NATIVE),
     Touch(
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache",
         "refused",
         "extend",
-        _NATIVE,
+        NATIVE,
         takes=("tgt_loc", "src_loc"),
     ),
     Touch(
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.load_cpu_copy",
         "refused",
         "extend",
-        _NATIVE,
+        NATIVE,
         takes=("kv_cache_cpu", "indices", "mamba_indices"),
     ),
-    Touch("sglang.srt.mem_cache.memory_pool.KVWriteLoc", "a decode step's write", "call", _STABLE, takes=("loc",)),
+    Touch("sglang.srt.mem_cache.memory_pool.KVWriteLoc", "a decode step's write", "call", STABLE, takes=("loc",)),
     Touch(
-        "sglang.srt.mem_cache.memory_pool.unwrap_write_loc", "the written slots", "call", _STABLE, takes=("loc_info",)
+        "sglang.srt.mem_cache.memory_pool.unwrap_write_loc", "the written slots", "call", STABLE, takes=("loc_info",)
     ),
-    Touch("sglang.srt.constants.GPU_MEMORY_TYPE_KV_CACHE", "fields pause and resume with K and V", "read", _STABLE),
+    Touch("sglang.srt.constants.GPU_MEMORY_TYPE_KV_CACHE", "fields pause and resume with K and V", "read", STABLE),
     Touch(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool",
         "the slots of a request",
         "read",
-        _STABLE,
+        STABLE,
         reads=("req_to_token",),
     ),
     Touch(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator",
         "the numbers the pool is built with",
         "read",
-        _NATIVE,
+        NATIVE,
         reads=("server_args", "model_config", "layer_info", "kv_cache_dtype", "device", "is_draft_worker"),
     ),
     Touch(
         "sglang.srt.model_executor.model_runner_components.layer_setup.ModelLayerInfo",
         "the layers of this rank",
         "read",
-        _STABLE,
+        STABLE,
         reads=("start_layer", "num_effective_layers"),
     ),
     Touch(
         "sglang.srt.configs.model_config.ModelConfig",
         "the numbers of the model",
         "read",
-        _STABLE,
-        reads=_names(
+        STABLE,
+        reads=names(
             "head_dim v_head_dim num_attention_heads num_hidden_layers context_len dtype attention_arch hf_config "
             "is_encoder_decoder is_hybrid_swa has_attention_sinks attention_chunk_size get_num_kv_heads"
         ),
@@ -241,8 +233,8 @@ TOUCHED = (
         "sglang.srt.layers.radix_attention.RadixAttention",
         "the softmax scale, the fp8 scales, and what a flow can't serve",
         "read",
-        _STABLE,
-        reads=_names(
+        STABLE,
+        reads=names(
             "layer_id scaling k_scale v_scale k_scale_float v_scale_float tp_q_head_num tp_k_head_num tp_v_head_num "
             "qk_head_dim v_head_dim logit_cap sliding_window_size is_cross_attention attn_type xai_temperature_len "
             "use_irope pos_encoding_mode"
@@ -252,8 +244,8 @@ TOUCHED = (
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
         "the batch of a step",
         "read",
-        _STABLE,
-        reads=_names(
+        STABLE,
+        reads=names(
             "forward_mode batch_size seq_lens seq_lens_cpu req_pool_indices out_cache_loc encoder_lens rids spec_info"
         ),
     ),
@@ -261,24 +253,24 @@ TOUCHED = (
         "sglang.srt.model_executor.model_runner.ModelRunner",
         "pools, model and arguments for the backend",
         "read",
-        _STABLE,
+        STABLE,
         reads=("model", "server_args", "token_to_kv_pool", "req_to_token_pool", "device"),
     ),
-    Touch("sglang.srt.runtime_context.get_parallel", "the rank's share of the heads", "call", _STABLE),
+    Touch("sglang.srt.runtime_context.get_parallel", "the rank's share of the heads", "call", STABLE),
     Touch(
         "sglang.srt.runtime_context.ParallelContext",
         "the rank's share of the heads",
         "read",
-        _STABLE,
+        STABLE,
         reads=("attn_tp_size", "attn_tp_rank"),
     ),
     Touch(
-        "sglang.srt.model_executor.forward_context.get_token_to_kv_pool", "whether a flow is served", "call", _STABLE
+        "sglang.srt.model_executor.forward_context.get_token_to_kv_pool", "whether a flow is served", "call", STABLE
     ),
     Touch(
         "sglang.srt.platforms.interface.SRTPlatform.get_mha_kv_pool_cls",
         "the pool class of an out-of-tree platform",
         "call",
-        _STABLE,
+        STABLE,
     ),
 )
