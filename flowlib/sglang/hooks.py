@@ -10,6 +10,7 @@ from flowlib.sglang.leave import leaving_with_reason
 from flowlib.sglang.options import FlowConfig
 from flowlib.sglang.pool import FlowFields, pool_class
 from flowlib.sglang.setup import FlowSetup
+from flowlib.sglang.versions import adapter
 
 
 def setup_for(configurator: Any) -> FlowSetup | None:
@@ -20,7 +21,7 @@ def setup_for(configurator: Any) -> FlowSetup | None:
     if configurator.is_draft_worker:
         raise BackendError(f"a draft model can't be served with the attention backend {PLUGIN_NAME!r}")
     setup = FlowSetup(args.flow, FlowConfig.parse(args.flow_config), facts_from_configurator(configurator))
-    refusals.refuse_state(args.flow, setup.plan.state_fields, args.disable_radix_cache)
+    refusals.refuse_state(args.flow, setup.plan.state_fields, adapter().in_effect(args).disable_radix_cache)
     return setup
 
 
@@ -37,7 +38,7 @@ def build_mha_pool(original: Callable[..., Any], self: Any, *args: Any, **kwargs
         setup = setup_for(self)
         if setup is not None:
             kwargs["mha_pool_class"] = pool_class(kwargs["mha_pool_class"], setup)
-        return _checked(original(self, *args, **kwargs), setup)
+        return checked_pool(original(self, *args, **kwargs), setup)
 
 
 def build_oot_mha_pool(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +52,7 @@ def build_oot_mha_pool(original: Callable[..., Any], self: Any, *args: Any, **kw
         made = pool_class(current_platform.get_mha_kv_pool_cls(), setup)
         current_platform.get_mha_kv_pool_cls = lambda: made
         try:
-            return _checked(original(self, *args, **kwargs), setup)
+            return checked_pool(original(self, *args, **kwargs), setup)
         finally:
             del current_platform.get_mha_kv_pool_cls
 
@@ -79,7 +80,8 @@ def _serves_flow() -> bool:
     return isinstance(get_token_to_kv_pool(), FlowFields)
 
 
-def _checked(pool: Any, setup: FlowSetup | None) -> Any:
+def checked_pool(pool: Any, setup: FlowSetup | None) -> Any:
+    """The pool that SGLang built. Raises a BackendError if a flow is served and it has no fields."""
     if setup is not None and not isinstance(pool, FlowFields):
         raise BackendError(f"SGLang built the KV pool {type(pool).__name__}, expected one with the flow's fields")
     return pool

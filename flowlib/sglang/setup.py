@@ -5,13 +5,16 @@ Nothing here imports SGLang; SGLang's objects come in as plain numbers (:class:`
 
 import inspect
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import flowlib
+from flowlib import ContextBase, SelectionHandle, vFlowMLA, vTensor
 from flowlib.core.errors import BackendError, OptionError
+from flowlib.ops import Reserved
 from flowlib.sglang.options import AUTO, FlowConfig
 
 FIELDLESS_FLOW = "streaming_attention"
@@ -36,6 +39,8 @@ class ModelFacts:
         kv_dtype: dtype of the KV pool.
         model_dtype: dtype the model computes in.
         device: ``cpu`` or ``cuda``.
+        kv_lora_rank: content channels of an MLA latent; ``None`` for a model that keeps K and V. With it `head_dim` is
+            the size of a latent, `v_head_dim` is this, and `num_kv_heads` 1.
     """
 
     head_dim: int
@@ -50,11 +55,22 @@ class ModelFacts:
     kv_dtype: torch.dtype
     model_dtype: torch.dtype
     device: str
+    kv_lora_rank: int | None = None
 
     @property
     def max_pages(self) -> int:
         """Pages of the longest request, its next token included."""
         return -(-(self.context_len + 1) // self.page_size)
+
+
+class Latents(vFlowMLA):
+    """What dense layers of an MLA model are planned with: keeps nothing beside the latents."""
+
+    def __init__(self) -> None:
+        self.reserved = Reserved()
+
+    def forward_indexer(self, q: vTensor, o: SelectionHandle, cache: Mapping[str, vTensor], ctx: ContextBase) -> None:
+        self.reserved(o, ctx=ctx)
 
 
 @dataclass
@@ -83,7 +99,7 @@ class FlowSetup:
         self.impl = choose_impl(self.config.impl, self.facts.device)
         self._check_layers()
         self.flow = build_flow(self.name, self.config)
-        self._no_fields = flowlib.build(FIELDLESS_FLOW)
+        self._no_fields = flowlib.build(FIELDLESS_FLOW) if self.facts.kv_lora_rank is None else Latents()
         self.dense_below = 0 if self.config.dense_below == AUTO else int(self.config.dense_below)
         self.plan = self._profile(self.flow, scale=None, k_scale=1.0, v_scale=1.0)
         if self.config.dense_below == AUTO and self.impl == "triton":
@@ -114,6 +130,8 @@ class FlowSetup:
         quantised = self.facts.kv_dtype is torch.float8_e4m3fn
         k_scale = (layer.k_scale_float or 1.0) if quantised else 1.0
         v_scale = (layer.v_scale_float or 1.0) if quantised else 1.0
+        if self.facts.kv_lora_rank is not None:
+            v_scale = k_scale
         key = (self.is_dense(layer), float(layer.scaling), float(k_scale), float(v_scale))
         if key not in self._plans:
             self._plans[key] = self._profile(self._no_fields if key[0] else self.flow, *key[1:])
@@ -170,6 +188,8 @@ class FlowSetup:
 
     def _profile(self, flow: Any, scale: float | None, k_scale: float, v_scale: float) -> Any:
         facts = self.facts
+        if facts.kv_lora_rank is not None and scale is None:
+            scale = 1.0  # sizes do not depend on it, and every layer is planned with its own
         spec = flowlib.Spec(
             page_size=facts.page_size,
             head_dim=facts.head_dim,
@@ -178,6 +198,7 @@ class FlowSetup:
             num_kv_heads=facts.num_kv_heads,
             kv_dtype=facts.kv_dtype,
             scale=scale,
+            kv_lora_rank=facts.kv_lora_rank,
             max_pages=facts.max_pages,
             k_scale=k_scale,
             v_scale=v_scale,
