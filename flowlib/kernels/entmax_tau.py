@@ -16,6 +16,9 @@ _PAGES = tl.constexpr(1024)
 _NEWTON_STEPS = tl.constexpr(12)
 _STEPS = tl.constexpr(64)
 _TOLERANCE = tl.constexpr(1e-6)
+_TILE_STEPS = tl.constexpr(6)
+_CLOSE = tl.constexpr(2.0**-8)
+_ROUNDED = tl.constexpr(2.0**-19)
 _ENOUGH = tl.constexpr(1.0 - 64 * 2.0**-23)
 STATE = tl.constexpr(4)
 """Numbers kept of a row: max z, t, w and the last step."""
@@ -145,14 +148,37 @@ def _iterate(
 
 
 @triton.jit
-def _active_tiles(p_tile_max, p_active, n_tiles, top, BN: tl.constexpr):
-    """List the tiles that may hold mass, those with a z above top - 1; returns how many."""
+def _below(p_tile_max, n_tiles, top, a, beta, KIND: tl.constexpr, BN: tl.constexpr):
+    """(t, w) of a threshold that is not too high, but for rounding: steps towards that of the largest z of each tile,
+    which more tokens can only raise."""
+    t, w = tl.full((), -1.0, tl.float32), tl.zeros((), tl.float32)
+    i = tl.zeros((), tl.int32)
+    going = i < _TILE_STEPS
+    while going:
+        b_total, b_slope = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
+        for o in tl.range(0, n_tiles, BN):
+            o_n = o + tl.arange(0, BN)
+            # [BN]
+            b_max = tl.load(p_tile_max + o_n, mask=o_n < n_tiles, other=float("-inf"))
+            b_p, b_s = _terms(tl.where(b_max > float("-inf"), b_max, float("-inf")), top, t, w, beta, KIND)
+            b_total += b_p
+            b_slope += b_s
+        step = tl.maximum(_newton(tl.sum(b_total), tl.sum(b_slope), a, KIND), 0.0)
+        t, w = t + step, w + step
+        i += 1
+        going = (i < _TILE_STEPS) & (step > _CLOSE)
+    return t, w
+
+
+@triton.jit
+def _active_tiles(p_tile_max, p_active, n_tiles, top, t, BN: tl.constexpr):
+    """List the tiles that may hold mass, those with a z above top + t; returns how many."""
     n_active = tl.zeros((), tl.int32)
     for o in tl.range(0, n_tiles, BN):
         o_n = o + tl.arange(0, BN)
         # [BN]
         b_max = tl.load(p_tile_max + o_n, mask=o_n < n_tiles, other=float("-inf"))
-        m_n = (o_n < n_tiles) & ~(b_max - top <= -1.0)
+        m_n = (o_n < n_tiles) & ~((b_max - top) - t <= -_ROUNDED)
         b_n = m_n.to(tl.int32)
         tl.store(p_active + n_active + tl.cumsum(b_n, 0) - b_n, o_n, mask=m_n)
         n_active += tl.sum(b_n)
@@ -220,7 +246,12 @@ def _solve(
                 KIND, MODE, CHECK, False, BT, BW,
             )  # fmt: skip
         else:
-            n_active = _active_tiles(p_tile_max, p_active, n_tiles, top, BN)
+            below_t, below_w = _below(p_tile_max, n_tiles, top, a, beta, KIND, BN)
+            n_active = _active_tiles(p_tile_max, p_active, n_tiles, top, below_t, BN)
+            if MODE == 0:
+                t, w = below_t, below_w
+            else:
+                t, w = tl.where(exact, below_t, t), tl.where(exact, below_w, w)
             tl.debug_barrier()  # other threads read the list
             t, w, rest, enough = _iterate(
                 tl.zeros((1,), tl.float32), p_z, p_active, n_active, n_tokens, top, t, w, high_t, high_w, a, beta,

@@ -14,6 +14,7 @@ from tests.suites.entmax_kernels import (
     test_a_fixed_threshold_is_taken_as_it_is,  # noqa: F401
     test_a_page_of_nan_shows,  # noqa: F401
     test_an_estimate_is_corrected,  # noqa: F401
+    test_an_estimate_is_corrected_beyond_registers,  # noqa: F401
     test_attends_to_exactly_the_listed_tokens,  # noqa: F401
     test_certificates,  # noqa: F401
     test_each_head_has_its_own_alpha,  # noqa: F401

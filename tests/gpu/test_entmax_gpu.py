@@ -21,6 +21,7 @@ from tests.suites.entmax_kernels import (  # noqa: F401
     test_a_fixed_threshold_is_taken_as_it_is,
     test_a_page_of_nan_shows,
     test_an_estimate_is_corrected,
+    test_an_estimate_is_corrected_beyond_registers,
     test_attends_to_exactly_the_listed_tokens,
     test_certificates,
     test_each_head_has_its_own_alpha,

@@ -351,6 +351,13 @@ def test_an_estimate_is_corrected(alpha, per_head, device):
         assert errors[2] <= max(0.05 * errors[0], 1e-6), errors
 
 
+def test_an_estimate_is_corrected_beyond_registers(device):
+    """Tiles that cannot hold mass are left out, even where the estimate lies below what they hold."""
+    problem = of_scores(torch.sin(torch.arange(4300.0)) * 3, 1.5, splits=2)
+    estimate = torch.full((1, 1), truth(problem, 0, 0).tau - 0.4, device=device)
+    check(problem, run(problem, device, mode="corrected", steps=10, estimate=estimate))
+
+
 def of_threshold(p: Problem, row: int, head: int, tau: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Undivided o and its mass for a threshold, in float64."""
     exact = truth(p, row, head)
