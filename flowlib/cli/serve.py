@@ -17,10 +17,10 @@ import typer
 from flowlib.cli.options import parse_options
 from flowlib.core.errors import BackendError, OptionError
 from flowlib.sglang import PLUGIN_NAME
-from flowlib.sglang.ledger import check_version
 from flowlib.sglang.options import FlowConfig
 from flowlib.sglang.refusals import refuse_normaliser
 from flowlib.sglang.setup import build_flow, options_of
+from flowlib.sglang.versions import check_version
 
 
 def serve_command(

@@ -1,18 +1,17 @@
-"""SGLang's server arguments with the fields ``flow`` and ``flow_config``, and ``flow_served`` for ``/server_info``.
+"""What the server arguments ``flow``, ``flow_config`` and ``flow_served`` mean, and the checks of those they go with.
 
-The first two are annotated the way SGLang annotates its own, so that the flags, ``--help``, ``--config`` files,
-``Engine`` keywords and ``/server_info`` come from SGLang's own machinery. The class is pickled to SGLang's processes.
+Each version's adapter adds the fields to its ``ServerArgs``, annotated the way SGLang annotates its own, so that the
+flags, ``--help``, ``--config`` files, ``Engine`` keywords and ``/server_info`` come from SGLang's own machinery.
 """
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.arg_groups.arg_utils import A, Arg
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import is_minimax_sparse
-from sglang.srt.server_args import ServerArgs
 
 from flowlib.core.errors import OptionError
 from flowlib.sglang import PLUGIN_NAME, ledger, refusals
@@ -20,39 +19,42 @@ from flowlib.sglang.facts import facts_from_args
 from flowlib.sglang.leave import leaving_with_reason
 from flowlib.sglang.options import FlowConfig
 from flowlib.sglang.setup import FlowSetup, build_flow
+from flowlib.sglang.versions import adapter, check_version
 
 logger = logging.getLogger("flowlib.sglang")
 
 _BACKEND_FLAGS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
+FLOW_HELP = "Decode with this flowlib flow (sparse attention). `flowlib list` prints them."
+FLOW_CONFIG_HELP = (
+    "JSON object for --flow with the keys "
+    + ", ".join(f.name for f in dataclasses.fields(FlowConfig))
+    + ". Example: '{\"top_k\": 16}'."
+)
 
-@dataclasses.dataclass
-class FlowServerArgs(ServerArgs):
-    """The stock arguments plus the flow to decode with and its configuration."""
 
-    flow: A[str | None, Arg(help="Decode with this flowlib flow (sparse attention). `flowlib list` prints them.")] = (
-        None
-    )
-    flow_config: A[
-        str | None,
-        Arg(
-            help="JSON object for --flow with the keys "
-            + ", ".join(f.name for f in dataclasses.fields(FlowConfig))
-            + ". Example: '{\"top_k\": 16}'."
-        ),
-    ] = None
-    flow_served: A[dict[str, Any] | None, Arg(no_cli=True)] = dataclasses.field(default=None, init=False)
+def resolve(args: Any, stock: Callable[[], None]) -> dict[str, Any] | None:
+    """Resolves the server arguments as SGLang does, with a check before and a check behind.
 
-    def __post_init__(self) -> None:
-        if self.flow is None:
-            _refuse_without_flow(self)
-            super().__post_init__()
-            return
-        with leaving_with_reason(self.flow):
-            page_size = choose_defaults(self)
-        super().__post_init__()
-        with leaving_with_reason(self.flow):
-            check_resolved(self, page_size)
+    Args:
+        args: the arguments with the fields ``flow`` and ``flow_config``, not resolved yet.
+        stock: SGLang's own way to resolve them.
+
+    Returns:
+        What ``flow_served`` is to say; ``None`` without a flow.
+
+    Raises:
+        SystemExit: the flow can't be served with them; the message says why.
+    """
+    if args.flow is None:
+        _refuse_without_flow(args)
+        stock()
+        return None
+    with leaving_with_reason(args.flow):
+        page_size = choose_defaults(args)
+    stock()
+    with leaving_with_reason(args.flow):
+        return check_resolved(adapter().in_effect(args), page_size)
 
 
 def choose_defaults(args: Any) -> int:
@@ -67,14 +69,14 @@ def choose_defaults(args: Any) -> int:
     Raises:
         FlowlibError: a flag can't be used with a flow, a hook did not take, or the flow or its configuration is wrong.
     """
-    ledger.check_version()
+    check_version()
     ledger.check_hooks()
     config = FlowConfig.parse(args.flow_config)
     flow = build_flow(args.flow, config)
     refusals.refuse_normaliser(args.flow, flow)
     args.flow_config = config.to_json()
     _choose_backend(args)
-    refusals.refuse_flags(args)
+    refusals.refuse_flags(args, adapter().FLAGS)
     if args.page_size is None:
         args.page_size = flow.default_page_size
         logger.info("flowlib: --page-size is not given, --flow %s sets it to %d", args.flow, args.page_size)
@@ -82,20 +84,23 @@ def choose_defaults(args: Any) -> int:
     return args.page_size
 
 
-def check_resolved(args: Any, page_size: int) -> None:
+def check_resolved(args: Any, page_size: int) -> dict[str, Any] | None:
     """Checks the arguments as SGLang resolved them, and the flow for the model's numbers.
 
     Args:
-        args: the resolved arguments.
+        args: the arguments in effect.
         page_size: the page size before they were resolved; some of SGLang's backends change it.
+
+    Returns:
+        The summary of what is served; ``None`` for the arguments that SGLang makes without a model.
 
     Raises:
         FlowlibError: SGLang changed what a flow needs, or the flow can't run for this model.
     """
     if args.model_path.lower() in ("none", "dummy"):
-        return
+        return None
     _refuse_changes(args, page_size)
-    refusals.refuse_flags(args)
+    refusals.refuse_flags(args, adapter().FLAGS)
     model = args.get_model_config()
     refusals.refuse_model(model)
     refusals.refuse_hybrid(model, mambaish_config(model) is not None, is_minimax_sparse(model.hf_config))
@@ -106,7 +111,7 @@ def check_resolved(args: Any, page_size: int) -> None:
     refusals.refuse_state(args.flow, setup.plan.state_fields, args.disable_radix_cache)
     _refuse_trace(args, config)
     _refuse_graphs(args, setup)
-    args.override(PLUGIN_NAME, flow_served=setup.summary())
+    return setup.summary()
 
 
 def _refuse_changes(args: Any, page_size: int) -> None:
@@ -148,7 +153,7 @@ def _refuse_without_flow(args: Any) -> None:
 
 
 def _refuse_trace(args: Any, config: FlowConfig) -> None:
-    for name in ("dp_size", "pp_size"):
+    for name in adapter().SCHEDULERS:
         if config.trace is not None and getattr(args, name) > 1:
             flag = f"--{name.replace('_', '-')}"
             raise OptionError(f"--flow-config: trace follows one scheduler, and {flag} is {getattr(args, name)}")

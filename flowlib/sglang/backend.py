@@ -14,6 +14,7 @@ from flowlib.sglang.leave import leaving_with_reason
 from flowlib.sglang.pages import KernelSteps, Step, torch_step
 from flowlib.sglang.pool import FlowFields
 from flowlib.sglang.trace import Trace, open_trace
+from flowlib.sglang.versions import adapter
 
 logger = logging.getLogger("flowlib.sglang")
 
@@ -65,10 +66,11 @@ class FlowBackend(AttentionBackend):
                 f"{type(runner.model).__name__} has no RadixAttention layer, so nothing could be checked"
             )
         refusals.refuse_layers(layers, facts.head_dim, facts.v_head_dim)
-        prefill = runner.server_args.get_attention_backends()[0]
+        args = adapter().in_effect(runner.server_args)
+        prefill = args.get_attention_backends()[0]
         refusals.refuse_prefill(prefill, facts.kv_dtype is torch.float8_e4m3fn)
         self.trace: Trace | None = open_trace(self.setup)
-        self.counters = self._open_counters(runner.server_args)
+        self.counters = self._open_counters(args)
         self.steps = KernelSteps(self.req_to_token_pool.req_to_token, facts.max_pages, facts.page_size)
         for line in self.setup.describe():
             logger.info("flowlib: %s", line)

@@ -9,13 +9,9 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 from flowlib.core.errors import BackendError
-
-SGLANG_VERSION = "0.5.16"
-"""The SGLang these symbols were read in."""
 
 NATIVE = "SGLang has sparse attention as a plugin point"
 STABLE = "as long as SGLang has it"
@@ -50,11 +46,17 @@ class Touch:
     hook: str = ""
 
 
+def touched() -> tuple[Touch, ...]:
+    """What is touched in the installed SGLang: in every version, and in this one alone."""
+    from flowlib.sglang.symbols import TOUCHED
+    from flowlib.sglang.versions import adapter
+
+    return TOUCHED + adapter().TOUCHED
+
+
 def hooks() -> Iterator[Touch]:
     """The entries that patch SGLang."""
-    from flowlib.sglang.symbols import TOUCHED
-
-    return (touch for touch in TOUCHED if touch.hook)
+    return (touch for touch in touched() if touch.hook)
 
 
 def register_hooks() -> None:
@@ -63,13 +65,6 @@ def register_hooks() -> None:
 
     for touch in hooks():
         HookRegistry.register(touch.target, pkgutil.resolve_name(touch.hook), HookType(touch.how))
-
-
-def check_version() -> None:
-    """Raises a BackendError when the installed SGLang is not the one the ledger was written for."""
-    found = version("sglang")
-    if found != SGLANG_VERSION:
-        raise BackendError(f"flowlib's plugin knows SGLang {SGLANG_VERSION}, found {found}")
 
 
 def check_hooks() -> None:

@@ -94,9 +94,14 @@ LAYERS = (
 )
 
 
-def refuse_flags(args: Any) -> None:
-    """Raises an OptionError that names the first flag or variable a flow can't be served with."""
-    for refusal in FLAGS:
+def refuse_flags(args: Any, more: Iterable[Refusal] = ()) -> None:
+    """Raises an OptionError that names the first flag or variable a flow can't be served with.
+
+    Args:
+        args: SGLang's server arguments.
+        more: flags that the installed SGLang has beside those of :data:`FLAGS`.
+    """
+    for refusal in (*FLAGS, *more):
         if refusal.wrong(args):
             raise OptionError(f"{refusal.what} can't be used together with --flow: {refusal.why}. Leave it off")
     for refusal in VARIABLES:

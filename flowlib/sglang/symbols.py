@@ -2,30 +2,17 @@
 
 from flowlib.sglang.ledger import NATIVE, STABLE, Touch, names
 
+ARGUMENTS = names(
+    "attention_backend prefill_attention_backend decode_attention_backend page_size chunked_prefill_size "
+    "disable_radix_cache speculative_algorithm enable_mixed_chunk enable_hisparse enable_hierarchical_cache "
+    "enable_lmcache enable_flexkv disaggregation_mode enable_page_major_kv_layout enable_unified_memory "
+    "radix_cache_backend quantization_param_path enable_torch_compile "
+    "prefill_only_disable_kv_cache is_embedding dllm_algorithm dcp_size attn_cp_size enable_two_batch_overlap "
+    "enable_pdmux kv_cache_dtype model_path tp_size dp_size pp_size device cuda_graph_config enable_metrics"
+)
+"""Fields of ``ServerArgs`` that are read in every version."""
+
 TOUCHED = (
-    Touch(
-        "sglang.srt.server_args.ServerArgs",
-        "the fields flow and flow_config, and the checks of the flags they go with",
-        "replace",
-        "plugins can add fields to ServerArgs",
-        reads=names(
-            "attention_backend prefill_attention_backend decode_attention_backend page_size chunked_prefill_size "
-            "disable_radix_cache speculative_algorithm enable_mixed_chunk enable_hisparse enable_hierarchical_cache "
-            "enable_lmcache enable_flexkv disaggregation_mode enable_page_major_kv_layout enable_unified_memory "
-            "radix_cache_backend quantization_param_path enable_torch_compile "
-            "prefill_only_disable_kv_cache is_embedding dllm_algorithm dcp_size attn_cp_size enable_two_batch_overlap "
-            "enable_pdmux kv_cache_dtype model_path tp_size dp_size pp_size enable_dp_attention device "
-            "cuda_graph_config get_model_config get_attention_backends enable_metrics override"
-        ),
-        hook="flowlib.sglang.args.FlowServerArgs",
-    ),
-    Touch(
-        "sglang.srt.entrypoints.engine.Engine.server_args_class",
-        "the Engine keywords flow and flow_config",
-        "replace",
-        "plugins can add fields to ServerArgs",
-        hook="flowlib.sglang.args.FlowServerArgs",
-    ),
     Touch(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
         "the flow's fields in the KV pool",
@@ -33,14 +20,6 @@ TOUCHED = (
         NATIVE,
         takes=("max_total_num_tokens", "mha_pool_class", "quant_method"),
         hook="flowlib.sglang.hooks.build_mha_pool",
-    ),
-    Touch(
-        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_oot_mha_kv_pool",
-        "the flow's fields in the KV pool of an out-of-tree platform",
-        "around",
-        NATIVE,
-        takes=("max_total_num_tokens",),
-        hook="flowlib.sglang.hooks.build_oot_mha_pool",
     ),
     Touch(
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
@@ -110,7 +89,6 @@ TOUCHED = (
         "flowlib as a value of the backend flags",
         "call",
         STABLE,
-        takes=("choices",),
     ),
     Touch(
         "sglang.srt.layers.attention.attention_registry.register_attention_backend",
@@ -210,7 +188,7 @@ TOUCHED = (
         "the numbers the pool is built with",
         "read",
         NATIVE,
-        reads=("server_args", "model_config", "layer_info", "kv_cache_dtype", "device", "is_draft_worker"),
+        reads=names("server_args model_config layer_info kv_cache_dtype device is_draft_worker page_size"),
     ),
     Touch(
         "sglang.srt.model_executor.model_runner_components.layer_setup.ModelLayerInfo",
@@ -266,11 +244,5 @@ TOUCHED = (
     ),
     Touch(
         "sglang.srt.model_executor.forward_context.get_token_to_kv_pool", "whether a flow is served", "call", STABLE
-    ),
-    Touch(
-        "sglang.srt.platforms.interface.SRTPlatform.get_mha_kv_pool_cls",
-        "the pool class of an out-of-tree platform",
-        "call",
-        STABLE,
     ),
 )

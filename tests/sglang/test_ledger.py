@@ -2,20 +2,25 @@
 
 import json
 import sys
+from importlib import import_module
 
 import pytest
 
+from flowlib.sglang.symbols import TOUCHED
+from flowlib.sglang.versions import ADAPTERS
 from tests.sglang.engine import run
 
 CONTRACT = """
 import json
+from importlib.metadata import version
 from flowlib.sglang import ledger
-from flowlib.sglang.symbols import TOUCHED
 
+TOUCHED = ledger.touched()
+POOL = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool"
 broken = [
     ledger.Touch("sglang.srt.server_args.NoSuchName", "", "read", ""),
-    ledger.Touch(TOUCHED[2].target, "", "around", "", takes=("no_such_parameter",)),
-    ledger.Touch(TOUCHED[0].target, "", "read", "", reads=("no_such_field",)),
+    ledger.Touch(POOL, "", "around", "", takes=("no_such_parameter",)),
+    ledger.Touch("sglang.srt.server_args.ServerArgs", "", "read", "", reads=("no_such_field",)),
 ]
 before = [touch.target for touch in ledger.hooks() if ledger.has_taken(touch)]
 problems = [p for p in map(ledger.contract_problem, TOUCHED) if p]
@@ -23,9 +28,9 @@ seeded = [ledger.contract_problem(touch) for touch in broken]
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
-ledger.check_version()
 ledger.check_hooks()
-print("ANSWER", json.dumps({"count": len(TOUCHED), "problems": problems, "seeded": seeded, "before": before}))
+answer = {"count": len(TOUCHED), "problems": problems, "seeded": seeded, "before": before}
+print("ANSWER", json.dumps(answer | {"version": version("sglang")}))
 """
 
 
@@ -52,15 +57,15 @@ def test_hooks_are_seen_only_once_they_took(contract):
     assert contract["before"] == []
 
 
-def test_every_entry_says_why_and_until_when():
-    from flowlib.sglang.symbols import TOUCHED
-
+@pytest.mark.parametrize("adapter", ADAPTERS.values())
+def test_every_entry_says_why_and_until_when(adapter):
+    touched = TOUCHED + import_module(adapter).TOUCHED
     kinds = {"replace", "around", "after", "extend", "call", "read"}
-    for touch in TOUCHED:
+    for touch in touched:
         assert touch.target.startswith("sglang.srt.")
         assert touch.how in kinds
         assert bool(touch.hook) == (touch.how in {"replace", "around", "after"})
         assert touch.why
         assert touch.until
-    targets = [touch.target for touch in TOUCHED]
+    targets = [touch.target for touch in touched]
     assert len(set(targets)) == len(targets)

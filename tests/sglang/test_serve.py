@@ -93,10 +93,10 @@ def test_sglang_that_would_not_serve_the_flow_is_refused(monkeypatch):
     def absent(_):
         raise importlib.metadata.PackageNotFoundError
 
-    monkeypatch.setattr("flowlib.sglang.ledger.version", absent)
+    monkeypatch.setattr("flowlib.sglang.versions.version", absent)
     assert "SGLang is not installed beside flowlib: pip install" in dry(QUEST, "M", status=2).stderr
-    monkeypatch.setattr("flowlib.sglang.ledger.version", lambda _: "0.4.0")
-    assert "knows SGLang 0.5.16, found 0.4.0" in dry(QUEST, "M", status=2).stderr
+    monkeypatch.setattr("flowlib.sglang.versions.version", lambda _: "0.4.0")
+    assert "knows SGLang 0.5.16 and 0.5.23, found 0.4.0" in dry(QUEST, "M", status=2).stderr
     monkeypatch.undo()
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     assert "SGLANG_PLUGINS is 'other', which leaves flowlib out" in dry(QUEST, "M", status=2).stderr

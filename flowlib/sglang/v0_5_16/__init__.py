@@ -1,0 +1,21 @@
+"""The adapter to SGLang 0.5.16: its server arguments are a dataclass that resolves itself when it is made."""
+
+from typing import Any
+
+from flowlib.sglang.refusals import Refusal
+from flowlib.sglang.v0_5_16.symbols import TOUCHED
+
+__all__ = ["FLAGS", "SCHEDULERS", "TOUCHED", "attention_ranks", "in_effect"]
+
+FLAGS: tuple[Refusal, ...] = ()
+SCHEDULERS = ("dp_size", "pp_size")
+
+
+def in_effect(args: Any) -> Any:
+    """The arguments themselves: resolving writes to them."""
+    return args
+
+
+def attention_ranks(args: Any) -> int:
+    """Ranks of tensor parallelism, but for those that data parallel attention takes."""
+    return args.tp_size // (args.dp_size if args.enable_dp_attention else 1)
