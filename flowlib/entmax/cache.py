@@ -109,11 +109,14 @@ class PagedKVCache:
         pages = self._capacity(max(lengths), size)
         self._kv = torch.zeros(2, rows * pages, self.page_size, heads, dim, dtype=k.dtype, device=k.device)
         self._place(lengths, pages, k.device)
-        owned = torch.arange(size, device=k.device) < self._seq_lens[:, None]  # [B, S]
         store = self._kv.view(2, rows, pages * self.page_size, heads, dim)
-        for side, values in enumerate((k, v)):
-            store[side, :, :size] = values.transpose(1, 2).masked_fill(~owned[..., None, None], 0.0)
-        self._page_stats = page_stats(self._kv[0], self.stats)
+        parts = []
+        for row, n in enumerate(lengths):  # one by one: what is needed besides the pool is a row's share
+            for side, values in enumerate((k, v)):
+                store[side, row, :n] = values[row, :, :n].transpose(0, 1)
+            parts.append(page_stats(self._kv[0, row * pages : (row + 1) * pages], self.stats))
+        columns = zip(*parts, strict=True)
+        self._page_stats = PageStats(*(None if part[0] is None else torch.cat(part) for part in columns))
 
     @torch.no_grad()
     def append(self, k_new: torch.Tensor, v_new: torch.Tensor) -> None:

@@ -193,20 +193,35 @@ class Step:
     Attributes:
         q: ``[B, H_q, D]``.
         cache: whose pool is read.
-        alpha: float64 ``[H_q]``.
-        slopes: ``[H_q]``.
+        given_alpha, given_slopes: as they were given, checked; tensors of them are made where they are looked at, which
+            costs a launch.
         rows: int64 ``[B]``, the rows of the cache that q stands for; ``None`` means all.
-        biased: whether there are slopes.
         same_alpha: alpha, where all heads have the same.
     """
 
     q: torch.Tensor
     cache: PagedKVCache
-    alpha: torch.Tensor
-    slopes: torch.Tensor
+    given_alpha: Alpha
+    given_slopes: torch.Tensor | None = None
     rows: torch.Tensor | None = None
-    biased: bool = False
     same_alpha: float | None = None
+
+    @property
+    def alpha(self) -> torch.Tensor:
+        """float64 ``[H_q]``."""
+        return checks.alphas("decode", self.given_alpha, self.q.shape[1:2], self.q.device)
+
+    @property
+    def biased(self) -> bool:
+        """Whether there are slopes."""
+        return self.given_slopes is not None
+
+    @property
+    def slopes(self) -> torch.Tensor:
+        """``[H_q]``."""
+        if self.given_slopes is None:
+            return self.q.new_zeros(self.q.shape[1], dtype=checks.computed_in(self.q, self.cache.kv))
+        return self.given_slopes
 
     def only(self, rows: list[int]) -> Step:
         """Some of the rows."""
@@ -379,13 +394,12 @@ def _step(
         if value.stride(-1) != 1 and value.shape[-1] != 1:
             raise ShapeError(f"{what}: the last axis of {name} has stride {value.stride(-1)}, expected 1")
     heads = queries.shape[1]
-    alpha_heads = checks.alphas(what, alpha, [heads], queries.device, above_one=above_one)
-    like = queries.new_empty(0, dtype=checks.computed_in(queries, kv))
-    same = float(alpha) if not isinstance(alpha, torch.Tensor) else None
-    if same is None and len(set(alpha_heads.tolist())) == 1:
-        same = float(alpha_heads[0])
-    given = checks.slopes_of(what, slopes, heads, like)
-    return Step(queries[:, :, 0].detach(), cache, alpha_heads, given, biased=slopes is not None, same_alpha=same)
+    alpha_heads = checks.alphas(what, alpha, [heads], torch.device("cpu"), above_one=above_one)
+    same = float(alpha_heads[0]) if len(set(alpha_heads.tolist())) == 1 else None
+    given = None
+    if slopes is not None:
+        given = checks.slopes_of(what, slopes, heads, queries.new_empty(0, dtype=checks.computed_in(queries, kv)))
+    return Step(queries[:, :, 0].detach(), cache, alpha, given, same_alpha=same)
 
 
 def _append(what: str, cache: PagedKVCache, k_new: torch.Tensor | None, v_new: torch.Tensor | None) -> None:
