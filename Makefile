@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-REQUIREMENTS := requirements/torch.txt requirements/cpu.txt requirements/no-deps.txt pyproject.toml experiments/cpu_host/pyproject.toml
+REQUIREMENTS := requirements/torch.txt requirements/cpu.txt requirements/no-deps.txt requirements/sglang-0.5.23.txt pyproject.toml experiments/cpu_host/pyproject.toml
 # Where torch brings no Triton: the release that SGLang 0.5.16 comes with.
 TRITON := triton>=3.6,<3.7
 PYTEST := $(BIN)/python -m pytest
@@ -32,7 +32,7 @@ test-cpu: $(STAMP)  ## Language, flows and kernels, in Triton's interpreter
 test-compile: $(STAMP)  ## Compile every flow's kernels for GPUs, without one
 	$(PAIR) env -u TRITON_INTERPRET $(PYTEST) tests/compile -n 2
 
-test-sglang: $(STAMP)  ## The plugin inside stock SGLang, on the CPU
+test-sglang: $(STAMP)  ## The plugin inside stock SGLang 0.5.16 and 0.5.23, on the CPU
 	env -u TRITON_INTERPRET $(PYTEST) tests/sglang
 
 check: lint types layers  ## Everything a reviewer would not want to say
@@ -56,11 +56,12 @@ $(STAMP): $(REQUIREMENTS)
 	@$(PYTHON) -c "import sys; sys.exit(sys.platform != 'linux' or sys.version_info < (3, 10))" \
 		|| { echo "The environment needs Linux and Python 3.10 or later (PYTHON=python3.11 make ...)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@echo "Installing torch, Triton and SGLang in $(VENV): 2.7 GB with a CPU build of torch, more with a CUDA build"
+	@echo "Installing torch, Triton and SGLang in $(VENV): 2.9 GB with a CPU build of torch, more with a CUDA build"
 	$(PIP) -r requirements/torch.txt
 	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) "$(TRITON)"
 	$(PIP) -r requirements/cpu.txt
 	$(PIP) --no-deps -r requirements/no-deps.txt
+	$(PIP) --no-deps --no-compile --upgrade --target $(VENV)/sglang-0.5.23 -r requirements/sglang-0.5.23.txt
 	$(PIP) --no-deps --no-build-isolation -e . -e experiments/cpu_host
 	touch $@
 

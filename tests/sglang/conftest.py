@@ -1,9 +1,18 @@
-"""A tiny model with random weights, made once per session."""
+"""The versions of SGLang, and a tiny model with random weights, made once per session."""
 
 import pytest
 import torch
 
+from tests.sglang.versions import VERSIONS
+
 VOCAB = 512
+
+
+@pytest.fixture(scope="session", params=VERSIONS, ids=lambda sglang: sglang.version)
+def sglang(request):
+    """Each version of SGLang that the plugin knows."""
+    request.param.check()
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,8 @@ def backend(impl):
     runner = SimpleNamespace(
         token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table), model=model,
         server_args=SimpleNamespace(
-            get_attention_backends=lambda: ("torch_native", "flowlib"), enable_metrics=True
+            get_attention_backends=lambda: ("torch_native", "flowlib"), enable_metrics=True,
+            attention_backend=None, prefill_attention_backend="torch_native", decode_attention_backend="flowlib",
         ),
     )
     return FlowBackend(runner), model

@@ -9,8 +9,9 @@ from tests.sglang.engine import HERE, run
 
 
 @pytest.fixture(scope="module")
-def answer():
-    ended = run([sys.executable, "-m", "tests.sglang.graph_job"], timeout=200, cwd=HERE.parent.parent)
+def answer(sglang):
+    command = [sys.executable, "-m", "tests.sglang.graph_job"]
+    ended = run(command, timeout=200, env=sglang.environment(), cwd=HERE.parent.parent)
     assert ended.code == 0, ended.text[-4000:]
     return json.loads(ended.text.split("ANSWER ", 1)[1].splitlines()[0])
 

@@ -1,4 +1,4 @@
-"""The ledger against the installed SGLang, and what happens when a hook does not take."""
+"""The ledger against each SGLang, and what happens when a hook does not take."""
 
 import json
 import sys
@@ -9,6 +9,7 @@ import pytest
 from flowlib.sglang.symbols import TOUCHED
 from flowlib.sglang.versions import ADAPTERS
 from tests.sglang.engine import run
+from tests.sglang.versions import VERSIONS
 
 CONTRACT = """
 import json
@@ -35,13 +36,18 @@ print("ANSWER", json.dumps(answer | {"version": version("sglang")}))
 
 
 @pytest.fixture(scope="module")
-def contract():
-    ended = run([sys.executable, "-c", CONTRACT], timeout=120)
+def contract(sglang):
+    ended = run([sys.executable, "-c", CONTRACT], timeout=120, env=sglang.environment())
     assert ended.code == 0, ended.text[-4000:]
     return json.loads(ended.text.split("ANSWER ", 1)[1].splitlines()[0])
 
 
-def test_installed_sglang_keeps_every_entry(contract):
+def test_every_known_version_is_tested():
+    assert [sglang.version for sglang in VERSIONS] == list(ADAPTERS)
+
+
+def test_sglang_keeps_every_entry(contract, sglang):
+    assert contract["version"] == sglang.version
     assert contract["problems"] == []
     assert contract["count"] >= 30
 

@@ -9,8 +9,8 @@ from tests.sglang.engine import HERE, run
 
 
 @pytest.fixture(scope="module")
-def answer():
-    ended = run([sys.executable, str(HERE / "pool_job.py")], timeout=120)
+def answer(sglang):
+    ended = run([sys.executable, str(HERE / "pool_job.py")], timeout=120, env=sglang.environment())
     assert ended.code == 0, ended.text[-4000:]
     return json.loads(ended.text.split("ANSWER ", 1)[1].splitlines()[0])
 
