@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.configs.model_config import is_minimax_sparse
+from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
 
+from flowlib import vFlowMLA
 from flowlib.core.errors import OptionError
 from flowlib.sglang import PLUGIN_NAME, ledger, refusals
-from flowlib.sglang.facts import facts_from_args
+from flowlib.sglang.facts import facts_from_args, is_mla
 from flowlib.sglang.leave import leaving_with_reason
 from flowlib.sglang.options import FlowConfig
 from flowlib.sglang.setup import FlowSetup, build_flow
@@ -75,7 +76,7 @@ def choose_defaults(args: Any) -> int:
     flow = build_flow(args.flow, config)
     refusals.refuse_normaliser(args.flow, flow)
     args.flow_config = config.to_json()
-    _choose_backend(args)
+    _choose_backend(args, isinstance(flow, vFlowMLA))
     refusals.refuse_flags(args, adapter().FLAGS)
     if args.page_size is None:
         args.page_size = flow.default_page_size
@@ -103,7 +104,10 @@ def check_resolved(args: Any, page_size: int) -> dict[str, Any] | None:
     refusals.refuse_flags(args, adapter().FLAGS)
     model = args.get_model_config()
     refusals.refuse_model(model)
-    refusals.refuse_hybrid(model, mambaish_config(model) is not None, is_minimax_sparse(model.hf_config))
+    refusals.refuse_hybrid(model, mambaish_config(model) is not None, has_own_sparse(model.hf_config))
+    refusals.refuse_other_attention(args.flow, build_flow(args.flow, FlowConfig.parse(args.flow_config)), model)
+    if is_mla(model):
+        refusals.refuse_latent_prefill(args, PLUGIN_NAME)
     refusals.refuse_chunks(args.chunked_prefill_size, args.page_size)
     config = FlowConfig.parse(args.flow_config)
     setup = FlowSetup(args.flow, config, facts_from_args(args))
@@ -112,6 +116,11 @@ def check_resolved(args: Any, page_size: int) -> dict[str, Any] | None:
     _refuse_trace(args, config)
     _refuse_graphs(args, setup)
     return setup.summary()
+
+
+def has_own_sparse(hf_config: Any) -> bool:
+    """Whether the layers of a model choose tokens themselves."""
+    return is_minimax_sparse(hf_config) or is_deepseek_dsa(hf_config) or is_deepseek_v4(hf_config)
 
 
 def _refuse_changes(args: Any, page_size: int) -> None:
@@ -127,9 +136,9 @@ def _refuse_changes(args: Any, page_size: int) -> None:
         )
 
 
-def _choose_backend(args: Any) -> None:
+def _choose_backend(args: Any, latents: bool) -> None:
     for name in _BACKEND_FLAGS[:2]:
-        if getattr(args, name) == PLUGIN_NAME:
+        if getattr(args, name) == PLUGIN_NAME and not latents:
             raise OptionError(f"--{name.replace('_', '-')} is {PLUGIN_NAME!r}, but a flow only decodes: leave it off")
     chosen = args.decode_attention_backend
     if chosen not in (None, PLUGIN_NAME):
@@ -139,6 +148,12 @@ def _choose_backend(args: Any) -> None:
     if chosen is None:
         args.decode_attention_backend = PLUGIN_NAME
         logger.info("flowlib: --flow %s sets --decode-attention-backend to %s", args.flow, PLUGIN_NAME)
+    given = args.attention_backend or args.prefill_attention_backend
+    if latents and args.device == "cpu" and not given:
+        args.prefill_attention_backend = PLUGIN_NAME
+        logger.info("flowlib: --flow %s sets --prefill-attention-backend to %s", args.flow, PLUGIN_NAME)
+    if args.prefill_attention_backend == PLUGIN_NAME:
+        args.attention_backend = PLUGIN_NAME  # what SGLang makes when both are the same
 
 
 def _refuse_without_flow(args: Any) -> None:

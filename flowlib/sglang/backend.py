@@ -8,7 +8,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 import flowlib
 from flowlib.core.errors import BackendError
-from flowlib.sglang import PLUGIN_NAME, counters, ledger, refusals
+from flowlib.sglang import PLUGIN_NAME, counters, ledger, mla_prefill, refusals
 from flowlib.sglang.counters import Counters
 from flowlib.sglang.leave import leaving_with_reason
 from flowlib.sglang.pages import KernelSteps, Step, torch_step
@@ -65,10 +65,12 @@ class FlowBackend(AttentionBackend):
             raise BackendError(
                 f"{type(runner.model).__name__} has no RadixAttention layer, so nothing could be checked"
             )
-        refusals.refuse_layers(layers, facts.head_dim, facts.v_head_dim)
+        refuse = refusals.refuse_layers if facts.kv_lora_rank is None else refusals.refuse_latent_layers
+        refuse(layers, facts.head_dim, facts.v_head_dim)
         args = adapter().in_effect(runner.server_args)
         prefill = args.get_attention_backends()[0]
         refusals.refuse_prefill(prefill, facts.kv_dtype is torch.float8_e4m3fn)
+        mla_prefill.check_prefill(prefill, self.setup, layers)
         self.trace: Trace | None = open_trace(self.setup)
         self.counters = self._open_counters(args)
         self.steps = KernelSteps(self.req_to_token_pool.req_to_token, facts.max_pages, facts.page_size)
@@ -76,7 +78,9 @@ class FlowBackend(AttentionBackend):
             logger.info("flowlib: %s", line)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Plans a step that runs without a CUDA graph."""
+        """Plans a step that runs without a CUDA graph. Prefill plans its chunks itself."""
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            return
         if self.setup.impl == "triton":
             self.step = self.steps.eager_step(forward_batch)
         else:
@@ -133,7 +137,7 @@ class FlowBackend(AttentionBackend):
         return out.o.reshape(queries.shape[0], -1).to(q.dtype)
 
     def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refused: prefill belongs to another backend."""
+        """Refused: prefill is another backend's, or goes past the backend in chunks of an MLA model's latents."""
         raise BackendError(f"prefill reached the attention backend {PLUGIN_NAME!r}, which only decodes")
 
     def _store(self, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool, others: dict[str, Any]) -> None:
@@ -150,7 +154,7 @@ class FlowBackend(AttentionBackend):
         if self._updates(layer):
             self.token_to_kv_pool.set_kv_buffer_alone(layer, where, k, v)
         else:
-            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
+            self.token_to_kv_pool.flow_write(layer, where, k, v)
 
     def _updates(self, layer: Any) -> bool:
         """Whether the step of a layer updates the fields of the pages it finishes, in the launch that scores."""

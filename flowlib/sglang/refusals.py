@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import flowlib
 from flowlib.compiler.verify import refuse_shared_state
 from flowlib.core.attention import Softmax, check_normaliser
 from flowlib.core.errors import BackendError, OptionError
@@ -57,8 +58,8 @@ FLAGS = (
     ),
 )
 
-WRITES_FP8_ITSELF = ("trtllm_mha", "aiter")
-"""Prefill backends that write K and V into a float8 pool past its methods."""
+WRITES_FP8_ITSELF = ("trtllm_mha", "aiter", "trtllm_mla", "tokenspeed_mla", "cutedsl_mla")
+"""Prefill backends that write K and V, or latents, into a float8 pool past its methods."""
 
 VARIABLES = (
     Refusal(lambda e: _is_on(e, "SGLANG_USE_HND_KVCACHE"), "SGLANG_USE_HND_KVCACHE", "the flow reads the layout NHD"),
@@ -70,7 +71,6 @@ VARIABLES = (
 )
 
 MODELS = (
-    Refusal(lambda m: m.attention_arch.name == "MLA", "multi-head latent attention", "the flow reads separate K and V"),
     Refusal(lambda m: m.is_encoder_decoder, "an encoder-decoder", "cross attention reads no pages of the request"),
     Refusal(lambda m: m.is_hybrid_swa, "hybrid sliding-window layers", "they keep two pools"),
     Refusal(lambda m: m.has_attention_sinks, "attention sinks", "they add a term to the softmax"),
@@ -118,6 +118,32 @@ def refuse_prefill(backend: str | None, float8: bool) -> None:
         )
 
 
+def refuse_latent_prefill(args: Any, own: str) -> None:
+    """Raises an OptionError for a prefill backend of an MLA model that can't do it with these arguments.
+
+    Args:
+        args: the arguments in effect.
+        own: the name of flowlib's backend.
+    """
+    backend = args.get_attention_backends()[0]
+    other = f"choose another --prefill-attention-backend than {backend}"
+    if backend in ("torch_native", "flex_attention"):
+        raise OptionError(
+            f"--prefill-attention-backend {backend} can't prefill an MLA model: it reads K and V of each head from the "
+            f"pool, which keeps latents. Give --prefill-attention-backend {own}"
+        )
+    if backend != own:
+        return
+    if args.disable_chunked_prefix_cache:
+        raise OptionError(f"--disable-chunked-prefix-cache: {own} prefills in chunks only; leave it off, or {other}")
+    if args.enable_deterministic_inference:
+        raise OptionError(
+            f"--enable-deterministic-inference: chunks depend on the batch; give --attention-backend triton, or {other}"
+        )
+    if args.kv_cache_dtype == "fp8_e4m3":
+        raise OptionError(f"--kv-cache-dtype fp8_e4m3: {own} prefills from latents as the model has them; {other}")
+
+
 def refuse_model(config: Any) -> None:
     """Raises a BackendError that names what in the model a flow can't serve."""
     for refusal in MODELS:
@@ -153,6 +179,28 @@ def refuse_normaliser(name: str, flow: Any) -> None:
         )
 
 
+def refuse_other_attention(name: str, flow: Any, config: Any) -> None:
+    """Raises an OptionError for a flow over MLA latents with a model that keeps K and V, and the other way round.
+
+    Args:
+        name: the name given to ``--flow``.
+        flow: the flow.
+        config: SGLang's model configuration.
+    """
+    latents, model = isinstance(flow, flowlib.vFlowMLA), ", ".join(config.hf_config.architectures or ["the model"])
+    if latents == (config.attention_arch.name == "MLA"):
+        return
+    if latents:
+        raise OptionError(
+            f"flow {name!r} reads MLA latents, and {model} keeps K and V of each head: choose a flow over K and V, "
+            "such as gqa_quest_sparse_attention (`flowlib list` prints them all)"
+        )
+    raise OptionError(
+        f"flow {name!r} reads K and V of each head, and {model} keeps MLA latents: choose one of "
+        f"{', '.join(flowlib.list_flows(mla=True))}"
+    )
+
+
 def refuse_layers(layers: Iterable[Any], head_dim: int, v_head_dim: int) -> None:
     """Raises a BackendError that names the first attention layer a flow can't serve, and why."""
     seen: set[int] = set()
@@ -162,16 +210,43 @@ def refuse_layers(layers: Iterable[Any], head_dim: int, v_head_dim: int) -> None
                 f"two attention layers have the id {layer.layer_id}, which --flow can't serve: they share K and V"
             )
         seen.add(layer.layer_id)
-        for refusal in LAYERS:
-            if refusal.wrong(layer):
-                raise BackendError(
-                    f"layer {layer.layer_id} has {refusal.what}, which --flow can't serve: {refusal.why}"
-                )
+        _refuse_layer(layer)
         if (layer.qk_head_dim, layer.v_head_dim) != (head_dim, v_head_dim):
             raise BackendError(
                 f"layer {layer.layer_id} has heads of {layer.qk_head_dim} and {layer.v_head_dim} (K and V), "
                 f"expected {head_dim} and {v_head_dim} as in the KV pool"
             )
+
+
+def refuse_latent_layers(layers: Iterable[Any], head_dim: int, v_head_dim: int) -> None:
+    """As :func:`refuse_layers` for a model with MLA: its layers attend over latents, in prefill over K and V, too.
+
+    Args:
+        layers: all attention layers; those of one id read the same latents.
+        head_dim, v_head_dim: channels of a latent, and of its content.
+    """
+    found, absorbed = list(layers), []
+    for layer in found:
+        _refuse_layer(layer)
+        if layer.k_scale_float not in (None, 1.0):
+            raise BackendError(
+                f"layer {layer.layer_id} has an fp8 k_scale of {layer.k_scale_float}, which --flow can't serve: "
+                "SGLang's MLA prefill stores latents without it"
+            )
+        if (layer.qk_head_dim, layer.v_head_dim) == (head_dim, v_head_dim):
+            absorbed.append(layer.layer_id)
+    for number in sorted({layer.layer_id for layer in found}):
+        if absorbed.count(number) != 1:
+            raise BackendError(
+                f"{absorbed.count(number)} attention layers with the id {number} attend over latents of {head_dim} "
+                f"channels with {v_head_dim} of content, expected 1"
+            )
+
+
+def _refuse_layer(layer: Any) -> None:
+    for refusal in LAYERS:
+        if refusal.wrong(layer):
+            raise BackendError(f"layer {layer.layer_id} has {refusal.what}, which --flow can't serve: {refusal.why}")
 
 
 def refuse_state(name: str, state_fields: tuple[str, ...], disable_radix_cache: bool) -> None:

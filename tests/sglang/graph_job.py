@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from flowlib.sglang.backend import FlowBackend
 from tests.sglang.pool_job import DIM, HEADS, PAGE, make, said_by
@@ -56,6 +57,7 @@ def batch(indices, lengths, table):
         seq_lens_cpu=seq_lens,
         out_cache_loc=torch.tensor(last),
         rids=None,
+        forward_mode=ForwardMode.DECODE,
     )
 
 

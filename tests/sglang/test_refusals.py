@@ -90,7 +90,6 @@ FINE_MODEL = {
     "hf_config": SimpleNamespace(architectures=["SomeForCausalLM"]),
 }
 MODELS = [
-    ("attention_arch", SimpleNamespace(name="MLA"), "multi-head latent attention"),
     ("is_encoder_decoder", True, "an encoder-decoder"),
     ("is_hybrid_swa", True, "hybrid sliding-window layers"),
     ("has_attention_sinks", True, "attention sinks"),

@@ -3,10 +3,11 @@
 from typing import Any
 
 from flowlib.sglang.refusals import Refusal
-from flowlib.sglang.v0_5_16.symbols import TOUCHED
+from flowlib.sglang.v0_5_16 import mla, symbols
 
 __all__ = ["FLAGS", "SCHEDULERS", "TOUCHED", "attention_ranks", "in_effect"]
 
+TOUCHED = symbols.TOUCHED + mla.TOUCHED
 FLAGS: tuple[Refusal, ...] = ()
 SCHEDULERS = ("dp_size", "pp_size")
 

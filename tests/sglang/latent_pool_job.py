@@ -1,0 +1,100 @@
+"""Run by ``test_latent_pool``: SGLang's pool of latents with flowlib's fields, its refusals and its hooks."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
+from sglang.srt.plugins import load_plugins
+
+from flowlib.sglang.mla_pool import latent_pool_class
+from flowlib.sglang.options import FlowConfig
+from flowlib.sglang.setup import FlowSetup, ModelFacts
+from tests.sglang.pool_job import said_by
+
+RANK, ROPE, PAGES = 512, 64, 6
+
+
+def make(page, dtype, model_dtype, flow="quest_mla", **config):
+    facts = ModelFacts(RANK + ROPE, RANK, 4, 1, 0, 2, 2, page, 96, dtype, model_dtype, "cpu", RANK)
+    setup = FlowSetup(flow, FlowConfig(**config), facts)
+    pool = latent_pool_class(MLATokenToKVPool, setup)(
+        PAGES * page - page, page_size=page, dtype=dtype, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, layer_num=2,
+        device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    return setup, pool
+
+
+def layer(layer_id, scaling=0.1):
+    return SimpleNamespace(layer_id=layer_id, scaling=scaling, k_scale_float=None, v_scale_float=None)
+
+
+def written(page):
+    """Largest difference of the fields of pages that whole latents and parts of latents finish, chunk by chunk."""
+    generator = torch.Generator().manual_seed(1)
+    _, pool = make(page, torch.float32, torch.float32, dense_layers=(0,))
+    worst = []
+    for parts in (False, True):
+        latent = torch.randn(2 * page, 1, RANK + ROPE, generator=generator)
+        slots = torch.cat([torch.arange(3 * page, 4 * page), torch.arange(page, 2 * page)])
+        cut = max(1, page // 2)
+        for begin, end in [(0, cut), (cut, 2 * page - 1), (2 * page - 1, 2 * page)]:
+            if parts:
+                rows = latent[begin:end]
+                pool.set_mla_kv_buffer(layer(1), slots[begin:end], rows[..., :RANK], rows[..., RANK:])
+            else:
+                pool.set_kv_buffer(layer(1), KVWriteLoc(slots[begin:end]), latent[begin:end], None)
+        stored = pool.flow_pages(1)
+        for at, rows in ((3, latent[:page, 0]), (1, latent[page:, 0])):
+            worst.append(float((stored[at] - rows).abs().max()))
+            worst.append(float((pool.flow_fields[1]["latent_max"][at, 0, 0] - rows.amax(0)).abs().max()))
+            worst.append(float((pool.flow_fields[1]["latent_min"][at, 0, 0] - rows.amin(0)).abs().max()))
+    return {"worst": max(worst), "layers": list(pool.flow_fields)}
+
+
+def memory():
+    """Bytes of the fields, and what SGLang's budget is told."""
+    setup, pool = make(16, torch.bfloat16, torch.bfloat16)
+    fields = sum(f.nbytes for by_name in pool.flow_fields.values() for f in by_name.values())
+    return [fields, setup.field_bytes_per_token * PAGES * 16]
+
+
+def refused():
+    _, pool = make(16, torch.float32, torch.float32)
+    loc = torch.tensor([20])
+    setup, _ = make(16, torch.bfloat16, torch.bfloat16)
+    numbers = {
+        "page_size": 16, "dtype": torch.bfloat16, "kv_lora_rank": RANK, "qk_rope_head_dim": ROPE, "layer_num": 2,
+        "device": "cpu", "enable_memory_saver": False,
+    }  # fmt: skip
+    made = latent_pool_class(MLATokenToKVPool, setup)
+    return said_by(
+        {
+            "move": lambda: pool.move_kv_cache(loc, loc),
+            "load": lambda: pool.load_cpu_copy([], loc),
+            "size": lambda: made(PAGES * 16 - 3, **numbers),
+            "rope": lambda: made(PAGES * 16 - 16, **numbers | {"qk_rope_head_dim": 32}),
+            "indexer": lambda: made(PAGES * 16 - 16, **numbers, use_dsa=True),
+        }
+    )
+
+
+def left(cases):
+    """What becomes of server arguments."""
+    from sglang.srt.server_args import ServerArgs
+
+    answers = {}
+    for name, keywords in cases.items():
+        try:
+            args = ServerArgs(**keywords)
+            answers[name] = [args.attention_backend, *args.get_attention_backends(), args.page_size]
+        except SystemExit as error:
+            answers[name] = str(error.code)
+    return answers
+
+
+if __name__ == "__main__":
+    load_plugins()
+    answer = {"written": {page: written(page) for page in (1, 16, 64)}, "memory": memory(), "refused": refused()}
+    print("ANSWER", json.dumps(answer | {"left": left(json.loads(sys.argv[1]))}))

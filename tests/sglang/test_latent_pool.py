@@ -1,0 +1,121 @@
+"""SGLang's pool of MLA latents with a flow's fields; which flows, models and prefill backends go together."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import flowlib
+from flowlib.core.errors import BackendError, OptionError
+from flowlib.sglang import refusals
+from tests.sglang import latent_model
+from tests.sglang.engine import ENGINE, HERE, run
+from tests.sglang.test_refusals import FINE_LAYER
+
+QUEST, MLA = "gqa_quest_sparse_attention", "quest_mla"
+CASES = {
+    "latents of an MHA model": (
+        "mha", {"flow": MLA},
+        "flow 'quest_mla' reads MLA latents, and Qwen3ForCausalLM keeps K and V of each head: choose a flow over K",
+    ),
+    "K and V of an MLA model": (
+        "mla", {"flow": QUEST},
+        f"flow {QUEST!r} reads K and V of each head, and DeepseekV2ForCausalLM keeps MLA latents: choose one of "
+        "lserve_centroid_mla, quest_mla, rope_aware_block_sparse_mla, rope_unaware_block_sparse_mla",
+    ),
+    "torch_native": (
+        "mla", {"flow": MLA, "attention_backend": "torch_native"},
+        "--prefill-attention-backend torch_native can't prefill an MLA model",
+    ),
+    "no chunks": (
+        "mla", {"flow": MLA, "disable_chunked_prefix_cache": True},
+        "--disable-chunked-prefix-cache: flowlib prefills in chunks only; leave it off, or choose another",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answer(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mla")
+    latent_model.write(folder)
+    models = {"mha": str(tiny_model), "mla": str(folder)}
+    cases = {name: ENGINE | {"model_path": models[model]} | more for name, (model, more, _) in CASES.items()}
+    cases["default"] = ENGINE | {"model_path": str(folder), "flow": MLA}
+    cases["triton"] = cases["default"] | {"attention_backend": "triton", "page_size": 64}
+    ended = run([sys.executable, str(HERE / "latent_pool_job.py"), json.dumps(cases)], timeout=200)
+    assert ended.code == 0, ended.text[-4000:]
+    return json.loads(ended.text.split("ANSWER ", 1)[1].splitlines()[0])
+
+
+@pytest.mark.parametrize("page", ["1", "16", "64"])
+def test_fields_follow_whole_latents_and_parts_of_latents(page, answer):
+    assert answer["written"][page] == {"worst": 0.0, "layers": [1]}
+
+
+def test_the_memory_budget_counts_the_fields(answer):
+    fields, told = answer["memory"]
+    assert fields == told == 2 * 2 * 576 * 2 * 6
+
+
+def test_what_leaves_the_fields_behind_and_other_layouts_are_refused(answer):
+    said = answer["refused"]
+    assert said["move"].startswith("move_kv_cache: ")
+    assert said["load"].startswith("load_cpu_copy: ")
+    assert said["size"] == "SGLang's KV pool has 93 tokens, expected a multiple of 16"
+    assert "(16, 512, 544, torch.bfloat16), expected (16, 512, 576, torch.bfloat16)" in said["rope"]
+    assert said["indexer"].startswith("SGLang's latent pool keeps a sparse indexer's keys")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_does_not_go_together_ends_the_server_with_the_fix(name, answer):
+    assert CASES[name][2] in answer["left"][name]
+    assert answer["left"][name].startswith("flowlib: can't serve --flow ")
+
+
+def test_prefill_is_flowlibs_on_a_cpu_unless_another_one_is_given(answer):
+    assert answer["left"]["default"] == ["flowlib", "flowlib", "flowlib", 16]
+    assert answer["left"]["triton"] == ["triton", "triton", "flowlib", 64]
+
+
+def test_flowlibs_prefill_is_refused_where_it_would_not_be_sglangs():
+    def args(**more):
+        fine = {"disable_chunked_prefix_cache": False, "enable_deterministic_inference": False}
+        fine |= {"kv_cache_dtype": "auto", "get_attention_backends": lambda: ("flowlib", "flowlib")}
+        return SimpleNamespace(**fine | more)
+
+    refusals.refuse_latent_prefill(args(), "flowlib")
+    for name, value, flag in (
+        ("enable_deterministic_inference", True, "--enable-deterministic-inference"),
+        ("kv_cache_dtype", "fp8_e4m3", "--kv-cache-dtype fp8_e4m3"),
+    ):
+        with pytest.raises(OptionError, match=f"^{flag}: "):
+            refusals.refuse_latent_prefill(args(**{name: value}), "flowlib")
+        stock = {"get_attention_backends": lambda: ("triton", "flowlib"), name: value}
+        refusals.refuse_latent_prefill(args(**stock), "flowlib")
+
+
+def test_layers_over_latents_are_checked_by_their_ids():
+    absorbed = FINE_LAYER | {"qk_head_dim": 576, "v_head_dim": 512, "k_scale_float": None, "tp_k_head_num": 1}
+    absorbed["tp_v_head_num"] = 1
+    up_projected = FINE_LAYER | {"qk_head_dim": 192, "v_head_dim": 128, "k_scale_float": None}
+
+    def refuse(*layers):
+        refusals.refuse_latent_layers([SimpleNamespace(**layer) for layer in layers], 576, 512)
+
+    refuse(absorbed, up_projected)
+    with pytest.raises(BackendError, match=r"^0 attention layers with the id 3 attend over latents of 576 channels"):
+        refuse(up_projected)
+    with pytest.raises(BackendError, match=r"^2 attention layers with the id 3 attend over latents"):
+        refuse(absorbed, absorbed)
+    with pytest.raises(BackendError, match=r"^layer 3 has an fp8 k_scale of 0.5, which --flow can't serve"):
+        refuse(absorbed, up_projected | {"k_scale_float": 0.5})
+    with pytest.raises(BackendError, match=r"^layer 3 has a sliding window"):
+        refuse(absorbed, up_projected | {"sliding_window_size": 128})
+
+
+def test_kinds_of_flows_and_models_that_go_together_pass():
+    for arch, name in (("MLA", MLA), ("MHA", QUEST)):
+        config = SimpleNamespace(architectures=None)
+        model = SimpleNamespace(attention_arch=SimpleNamespace(name=arch), hf_config=config)
+        refusals.refuse_other_attention(name, flowlib.build(name), model)
