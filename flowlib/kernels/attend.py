@@ -84,8 +84,8 @@ def attend_kernel(
     H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     QK_TYPE: tl.constexpr, PV_TYPE: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
-    EVERY: tl.constexpr, SELECTED: tl.constexpr, SPLIT: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr,
-    PHYSICAL: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+    EVERY: tl.constexpr, SELECTED: tl.constexpr, ALONGSIDE: tl.constexpr, SPLIT: tl.constexpr, BG: tl.constexpr,
+    BS: tl.constexpr, PHYSICAL: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_tiles: tl.constexpr = (HEADS + BH - 1) // BH
     i_list, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
@@ -99,7 +99,7 @@ def attend_kernel(
     o_d0, o_d1 = tl.arange(0, D0), D0 + tl.arange(0, max(D1, 1))
     o_v0, o_v1 = tl.arange(0, DV0), DV0 + tl.arange(0, max(DV1, 1))
 
-    if not SELECTED:
+    if not SELECTED and not ALONGSIDE:
         begin(PDL)
     seq_len = tl.minimum(tl.load(p_seq_lens + i_b), W * PAGE)
     p_q += i_b * s_q_b + o_hq[:, None] * s_q_h
@@ -207,6 +207,8 @@ def attend_kernel(
                 tl.minimum(HEADS - i_tile * BH, BH), n_splits, s_o_b, s_o_h, s_lse_b, s_lse_h,
                 H * G, DV, DV0, DV1, BG, BS,
             )  # fmt: skip
+    if ALONGSIDE:  # for whoever waits for this kernel
+        begin(PDL)
 
 
 def num_splits(max_selected_pages: int, page_size: int, rows: int) -> int:
@@ -226,7 +228,7 @@ def launch_attend(
     partial_o: Any = None, partial_lse: Any = None, arrived: Any = None, *,
     num_kv_heads: int, group_size: int, lanes: int, page_size: int, scale: float, k_scale: float, v_scale: float,
     alibi_slopes: Any = None, num_splits: int = 1, physical: Any = None, selected: bool = False, every: bool = False,
-    pdl: bool = False,
+    alongside: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Attend to the tokens of every row's page list.
 
@@ -245,6 +247,7 @@ def launch_attend(
         physical: int32 like pages, the physical pages of the lists; None to look them up in the page table.
         every: attend to all pages of each row: `pages` and `lengths` are written, or None.
         selected: the kernel launched just before is the selection that wrote `pages`, with the same `pdl`.
+        alongside: the kernel launched just before, with the same `pdl` and ``release``, writes nothing read here.
         pdl: programmatic dependent launch (sm_90 and later).
         alibi_slopes: fp32 ``[H_q]``: adds ``slope * (position - (seq_len - 1))`` to a score.
 
@@ -263,8 +266,9 @@ def launch_attend(
         page_table.stride(0), page_table.shape[1], 0 if pages is None else pages.shape[-1],
         H=num_kv_heads, G=group_size, LANES=lanes, PAGE=page_size, D=head_dim, D0=d0, D1=d1, DV=v_head_dim, DV0=dv0,
         DV1=dv1, QK_TYPE=qk_type, PV_TYPE=pv_type, HEADS=heads, BH=_HEAD_TILE, BT=block,
-        EVERY=every, SELECTED=selected, SPLIT=num_splits > 1, BG=min(_HEAD_TILE, triton.next_power_of_2(heads)),
-        BS=triton.next_power_of_2(num_splits), PHYSICAL=physical is not None, WHOLE=block % page_size == 0,
+        EVERY=every, SELECTED=selected, ALONGSIDE=alongside, SPLIT=num_splits > 1,
+        BG=min(_HEAD_TILE, triton.next_power_of_2(heads)), BS=triton.next_power_of_2(num_splits),
+        PHYSICAL=physical is not None, WHOLE=block % page_size == 0,
         num_warps=warps, num_stages=stages, **options(pdl),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 from flowlib.compiler.emit import joined_name, num_warps, tile_pages
 from flowlib.compiler.load import load_function, load_source
 from flowlib.compiler.program import SegmentStage, TileStage
-from flowlib.core.attention import Entmax, Normaliser
+from flowlib.core.attention import Entmax, Normaliser, Softmax
 from flowlib.core.float8 import SCALES
 from flowlib.core.spec import Spec
 from flowlib.runtime.batch import Batch
@@ -39,9 +39,9 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def pdl_options(pdl: bool) -> dict[str, Any]:
+def pdl_options(pdl: bool, release: bool = False) -> dict[str, Any]:
     """Launch options of a generated kernel."""
-    return load_function("flowlib.kernels.pdl:options")(pdl)
+    return load_function("flowlib.kernels.pdl:options")(pdl, release)
 
 
 class TileKernel:
@@ -82,13 +82,16 @@ class TileKernel:
         grid = (rows + (0 if loc is None else loc.shape[0]), sharing)
         self._launch(grid, (tensors, tensors if fields is None else fields, step), pdl)
 
-    def on_written(self, tensors: Tensors, loc: torch.Tensor, pdl: bool = False, fields: Tensors | None = None) -> None:
+    def on_written(
+        self, tensors: Tensors, loc: torch.Tensor, pdl: bool = False, fields: Tensors | None = None,
+        release: bool = False,
+    ) -> None:  # fmt: skip
         """Runs it for the pages whose last slot is in `loc`."""
         grid = (loc.shape[0], self.spec.num_kv_heads)
-        self._launch(grid, (tensors, tensors if fields is None else fields, {"loc": loc}), pdl)
+        self._launch(grid, (tensors, tensors if fields is None else fields, {"loc": loc}), pdl, release)
 
-    def _launch(self, grid: tuple[int, int], given: Given, pdl: bool) -> None:
-        self.kernel[grid](*(find(given) for find in self._arguments), **self.options, **pdl_options(pdl))
+    def _launch(self, grid: tuple[int, int], given: Given, pdl: bool, release: bool = False) -> None:
+        self.kernel[grid](*(find(given) for find in self._arguments), **self.options, **pdl_options(pdl, release))
 
 
 def _argument(name: str) -> Callable[[Given], Any]:
@@ -131,11 +134,16 @@ class Executor:
         self.select = load_function(SELECT)
         self.attend = load_function(plan.attention_kernel)
 
-    def update(self, store: KVStore, loc: torch.Tensor) -> None:
-        """Fields of the pages whose last slot is in `loc`."""
-        if self.plan.program.update is not None and loc.shape[0]:
-            kernel = self.tiles[self.plan.program.update.name]
-            kernel.on_written(store.given, loc, has_pdl(store.device), store.operands)
+    def update(self, store: KVStore, loc: torch.Tensor, release: bool = False) -> bool:
+        """Fields of the pages whose last slot is in `loc`; whether a kernel was launched.
+
+        With `release` the next kernel need not wait for it.
+        """
+        if self.plan.program.update is None or not loc.shape[0]:
+            return False
+        kernel = self.tiles[self.plan.program.update.name]
+        kernel.on_written(store.given, loc, has_pdl(store.device), store.operands, release)
+        return True
 
     def choose(
         self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput, loc: torch.Tensor | None = None
@@ -193,27 +201,34 @@ class Executor:
         `loc` are the slots of the rows' own tokens, whose pages' fields are updated.
         """
         spec = self.plan.spec
-        short = batch.width <= self.full_pages or batch.width * spec.page_size <= spec.dense_below
-        if loc is not None and (short or self.joined is None or batch.multi_token):
+        if batch.width <= self.full_pages or batch.width * spec.page_size <= spec.dense_below:
+            self._step_short(q, store, batch, out, loc)
+            return
+        if loc is not None and (self.joined is None or batch.multi_token):
             self.update(store, loc)
             loc = None
-        if short:
-            self.attend_lists(q, store, batch, out, every=True)
-        else:
-            self.choose(q, store, batch, out, loc)
-            self.attend_lists(q, store, batch, out, selected=True)
+        self.choose(q, store, batch, out, loc)
+        self.attend_lists(q, store, batch, out, selected=True)
+
+    def _step_short(
+        self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput, loc: torch.Tensor | None
+    ) -> None:
+        """Attention to every page. It reads no field, so that over K and V it runs while the update before it does."""
+        together = isinstance(self.plan.attention, Softmax) and not self.plan.spec.is_mla
+        updated = loc is not None and self.update(store, loc, release=together)
+        how = {"alongside": True} if together and updated else {}
+        self.attend_lists(q, store, batch, out, every=True, **how)
 
     def attend_lists(
-        self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput, selected: bool = False,
-        every: bool = False,
-    ) -> None:  # fmt: skip
+        self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput, every: bool = False, **how: bool
+    ) -> None:
         """Attention over the page lists in `out`; with `every` over all pages, which the lists then say.
 
-        `selected` says that the selection has just been launched.
+        `how` says which kernel has just been launched: ``selected`` or ``alongside``, see the launch functions.
         """
         lanes = out.pages.shape[1] // self.plan.spec.num_kv_heads
         physical = None if every else out.workspace["physical"]
-        self._attend(q, store, batch, out, lanes, out.pages, physical=physical, selected=selected, every=every)
+        self._attend(q, store, batch, out, lanes, out.pages, physical=physical, every=every, **how)
 
     def attend_all(self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput) -> None:
         """Attention over all pages; no lists are written."""

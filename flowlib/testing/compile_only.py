@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class CompiledKernel:
         shared_bytes: shared memory a block.
         num_warps, num_stages: launch options.
         matrix_ops: names of the tensor core instructions in the PTX.
+        ptx: the PTX itself.
     """
 
     name: str
@@ -53,6 +54,7 @@ class CompiledKernel:
     num_warps: int
     num_stages: int
     matrix_ops: tuple[str, ...]
+    ptx: str = field(repr=False)
 
     @property
     def spills(self) -> int:
@@ -145,6 +147,7 @@ def _measure(compiled: Any, target: str) -> CompiledKernel:
         name=metadata.name, target=target, registers=registers, spill_stores=stores, spill_loads=loads,
         shared_bytes=metadata.shared, num_warps=metadata.num_warps, num_stages=metadata.num_stages,
         matrix_ops=tuple(sorted(set(re.findall(r"\b(?:wgmma|mma|tcgen05)\.[a-z_]*mma[a-z_]*|\bmma\.sync", ptx)))),
+        ptx=ptx,
     )  # fmt: skip
 
 
