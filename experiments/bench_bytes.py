@@ -80,9 +80,14 @@ def count_bytes(
 def dense_bytes(spec: flowlib.Spec, lengths: Sequence[int]) -> int:
     """Bytes of exact attention over whole rows: K, V, q, o and the page table."""
     pages = sum(-(-n // spec.page_size) for n in lengths)
-    tokens = sum(lengths) * spec.num_kv_heads * (spec.head_dim + spec.dv) * spec.kv_dtype.itemsize
+    tokens = sum(lengths) * spec.num_kv_heads * token_bytes(spec)
     rows = len(lengths) * spec.num_heads * (spec.head_dim + spec.dv) * spec.field_dtype.itemsize
     return tokens + rows + pages * INT32
+
+
+def token_bytes(spec: flowlib.Spec) -> int:
+    """Bytes of one token of one kv head: K and V, or with MLA its latent, which is both."""
+    return (spec.head_dim + (0 if spec.is_mla else spec.dv)) * spec.kv_dtype.itemsize
 
 
 def attended_pages(plan: flowlib.Plan, length: int) -> int:
@@ -112,7 +117,7 @@ def _entry_bytes(plan: flowlib.Plan, graph: Graph) -> int:
 def _attend_bytes(plan: flowlib.Plan, lengths: Sequence[int], lists: Sequence[Sequence[int]]) -> int:
     """K and V of the attended tokens, q, o and lse. The last page, which may be short, is in every list."""
     spec = plan.spec
-    per_token = (spec.head_dim + spec.dv) * spec.kv_dtype.itemsize
+    per_token = token_bytes(spec)
     total = 0
     for length, row in zip(lengths, lists, strict=True):
         missing = -length % spec.page_size

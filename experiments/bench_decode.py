@@ -88,7 +88,7 @@ class Bench:
     def __init__(self, settings: Settings, console: Console) -> None:
         self.settings, self.console = settings, console
         self.start = time.monotonic()
-        self.result = Result(_machine(settings.device), _told(settings))
+        self.result = Result(machine(settings.device), _told(settings))
         self.cuda = settings.device != "cpu"
         self.l2 = torch.cuda.get_device_properties(settings.device).L2_cache_size if self.cuda else 1
         self.plans = self._plans()
@@ -97,8 +97,17 @@ class Bench:
 
     def run(self) -> int:
         """The exit status: 0, or 1 behind a red gate, after a failure, or without a single number."""
+        self.collect()
+        paths = save(self.result, self.settings.out)
+        render(self.result, self.console)
+        self.console.print("Saved: " + ", ".join(str(p) for p in paths) + f" after {self._seconds():.0f} s")
+        timed = bool(self.result.rows) or self.settings.gate_only or not self.cuda
+        return 0 if self.result.green and timed and not self.failed else 1
+
+    def collect(self) -> None:
+        """Fills in the result: the gate, and behind a green one the times."""
         settings = self.settings
-        arena = Arena(self._arena_bytes(), settings.device)
+        arena = self.arena(self._arena_bytes())
         for work in self.plans:
             if self._left(_GATE_SHARE) or not self.gated:
                 self._gate(work, arena)
@@ -110,11 +119,18 @@ class Bench:
             self._measure(arena)
         elif self.result.green:
             self.result.note("gate only: no speed is measured" + ("" if self.cuda else " on a CPU"))
-        paths = save(self.result, settings.out)
-        render(self.result, self.console)
-        self.console.print("Saved: " + ", ".join(str(p) for p in paths) + f" after {self._seconds():.0f} s")
-        timed = bool(self.result.rows) or settings.gate_only or not self.cuda
-        return 0 if self.result.green and timed and not self.failed else 1
+
+    def arena(self, size: int) -> Arena:
+        """Memory for the pools."""
+        return Arena(size, self.settings.device)
+
+    def peers(self) -> Peers:
+        """The dense kernels to measure beside."""
+        return Peers(self.settings.compile_peers)
+
+    def keep(self) -> None:
+        """Saves what is known so far."""
+        save(self.result, self.settings.out, picture=False)
 
     def _plans(self) -> dict[Workload, list[tuple[FlowChoice, flowlib.Plan]]]:
         """The flows' plans by workload; a flow that refuses the numbers of a workload is left out there, and noted."""
@@ -157,7 +173,7 @@ class Bench:
         gc.collect()
         gc.freeze()  # every capture collects garbage: what is imported by now need not be looked at again
         found = self._bandwidth(arena)
-        peers = None if settings.stages_only else Peers(settings.compile_peers)
+        peers = None if settings.stages_only else self.peers()
         if peers is None:
             self.result.note("dense kernels are not measured (--stages-only)")
         else:
@@ -174,7 +190,7 @@ class Bench:
                 self.result.note(f"{work.label}: not measured to its end: {text}")
             gc.collect()
             torch.cuda.empty_cache()
-            save(self.result, settings.out, picture=False)
+            self.keep()
 
     def _bandwidth(self, arena: Arena) -> Bandwidth:
         found = measure_bandwidth(arena.k, 2 * self.settings.seconds)
@@ -232,7 +248,8 @@ class Bench:
         return max(min(wanted, limit), max(sizes.values()), 8 << 30 if limit > 8 << 30 else 0)
 
 
-def _machine(device: str) -> dict[str, object]:
+def machine(device: str) -> dict[str, object]:
+    """The GPU and the versions."""
     facts: dict[str, object] = {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -231,7 +231,7 @@ class _Row:
             if name in self.plan.fields:
                 values.append(self._entries(name, self.step.before)[part].double())
             else:
-                tokens = (self.k if name == "k" else self.v)[self.first * spec.page_size : last * spec.page_size]
+                tokens = (self.v if name == "v" else self.k)[self.first * spec.page_size : last * spec.page_size]
                 values.append(tokens.unflatten(0, (-1, spec.page_size)).double())
         position = torch.arange(self.first, last, dtype=torch.float64).view(-1, 1, 1)
         row = about_row(self._run().scene, 0, 0, self.q.double())

@@ -117,7 +117,7 @@ class Peers:
                 importlib.import_module(module)
                 self.versions[name] = _version(package)
             except FAILURES as error:
-                self.absent[name] = f"not installed, or it can't be loaded ({_short(error)})"
+                self.absent[name] = f"not installed, or it can't be loaded ({short(error)})"
 
     def prepare(self, problem: Problem, spec: flowlib.Spec) -> tuple[dict[str, Peer], dict[str, str]]:
         """The peers for a batch, ready to be called, and why others are not, by name."""
@@ -133,7 +133,7 @@ class Peers:
             try:
                 ready[name] = make()
             except FAILURES as error:
-                refused[name] = _short(error)
+                refused[name] = short(error)
         return ready, refused
 
     def _flashinfer(self, problem: Problem, spec: flowlib.Spec) -> Peer:
@@ -160,6 +160,7 @@ def _version(package: str) -> str:
         return "unknown version"
 
 
-def _short(error: BaseException) -> str:
+def short(error: BaseException) -> str:
+    """Its text in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 160 else text[:157] + "..."

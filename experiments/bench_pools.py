@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from bench_bytes import token_bytes
 from bench_shapes import BenchError, Workload
 
 import flowlib
@@ -20,31 +21,35 @@ _PAGES_AT_ONCE = 1 << 20
 
 
 class Arena:
-    """Random normal bf16 numbers, iid, for K and for V.
+    """Random normal bf16 numbers, iid, for K and for V, or for latents, which are both.
 
     Args:
         size: bytes, for K and V together.
         device: where it lies.
         seed: of the numbers.
+        latent: whether they are latents: then k and v are one block.
     """
 
-    def __init__(self, size: int, device: str | torch.device, seed: int = 0) -> None:
+    def __init__(self, size: int, device: str | torch.device, seed: int = 0, latent: bool = False) -> None:
         generator = torch.Generator(device).manual_seed(seed)
-        self.k, self.v = (torch.empty(-(-size // 4), dtype=torch.bfloat16, device=device) for _ in "kv")
-        for block in (self.k, self.v):
+        self.latent, count = latent, -(-size // (2 if latent else 4))
+        self.k = torch.empty(count, dtype=torch.bfloat16, device=device)
+        self.v = self.k if latent else torch.empty_like(self.k)
+        for block in (self.k,) if latent else (self.k, self.v):
             for part in block.split(_CHUNK):
                 part.normal_(generator=generator)
 
     @property
     def size(self) -> int:
         """Bytes of K and V together."""
-        return 2 * self.k.numel() * self.k.element_size()
+        return (1 if self.latent else 2) * self.k.numel() * self.k.element_size()
 
     def slices(self, tokens: int, heads: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first K and V as ``[tokens, heads, size]``. Raises BenchError if there are not as many."""
         count = tokens * heads * size
         if count > self.k.numel():
-            raise BenchError(f"the pools need {4 * count / 1e9:.1f} GB of K and V, there are {self.size / 1e9:.1f} GB")
+            needed = self.size / self.k.numel() * count / 1e9
+            raise BenchError(f"the pools need {needed:.1f} GB of K and V, there are {self.size / 1e9:.1f} GB")
         return self.k[:count].view(tokens, heads, size), self.v[:count].view(tokens, heads, size)
 
 
@@ -116,9 +121,9 @@ def pages_of(workload: Workload) -> int:
 
 
 def pool_bytes(workload: Workload) -> int:
-    """Bytes of K and V of one pool."""
+    """Bytes of K and V, or of the latents, of one pool."""
     n = workload.numbers
-    return pages_of(workload) * n.page_size * n.num_kv_heads * 2 * n.head_dim * 2
+    return pages_of(workload) * n.page_size * n.num_kv_heads * token_bytes(workload.spec())
 
 
 def make_pools(plan: flowlib.Plan, problem: Problem, arena: Arena, count: int) -> list[flowlib.KVStore]:
@@ -126,7 +131,7 @@ def make_pools(plan: flowlib.Plan, problem: Problem, arena: Arena, count: int) -
     spec, pages = plan.spec, problem.num_pages
     k, v = arena.slices(count * pages * spec.page_size, spec.num_kv_heads, spec.head_dim)
     fields = allocate_fields(plan, count * pages, k.device)
-    whole = flowlib.KVStore(plan, k, v, fields)
+    whole = flowlib.KVStore(plan, k, None if spec.is_mla else v, fields)
     if fields:
         for start in range(0, count * pages, _PAGES_AT_ONCE):
             page = torch.arange(start, min(start + _PAGES_AT_ONCE, count * pages), device=k.device)
@@ -136,7 +141,7 @@ def make_pools(plan: flowlib.Plan, problem: Problem, arena: Arena, count: int) -
         flowlib.KVStore(
             plan,
             k[i * tokens : (i + 1) * tokens],
-            v[i * tokens : (i + 1) * tokens],
+            None if spec.is_mla else v[i * tokens : (i + 1) * tokens],
             {name: field[i * pages : (i + 1) * pages] for name, field in fields.items()},
         )
         for i in range(count)

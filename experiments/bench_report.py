@@ -197,12 +197,12 @@ def _row_json(row: Row) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """What JSON can hold: infinities and NaN as text."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if value is None or isinstance(value, (str, int, float)) else str(value)
@@ -212,7 +212,7 @@ def save(result: Result, folder: Path, picture: bool = True) -> list[Path]:
     """Writes ``bench_decode.json`` and, if asked, with matplotlib and a green gate, ``bench_decode.png``."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "bench_decode.json"
-    path.write_text(json.dumps(_plain(as_json(result)), indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(plain(as_json(result)), indent=1) + "\n", encoding="utf-8")
     drawn = folder / "bench_decode.png"
     drawn.unlink(missing_ok=True)
     if not (picture and result.green and result.rows):

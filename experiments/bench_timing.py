@@ -132,3 +132,12 @@ def measure_bandwidth(memory: torch.Tensor, seconds: float) -> Bandwidth:
     times = [replay([capture([call] * 4, pool)], 4, seconds).us for call in (read, library, copy)]
     size = 4e6 * values.numel()
     return Bandwidth(size / min(times[:2]), size / times[2])
+
+
+def measure_matmul(device: str | torch.device, seconds: float, size: int = 8192) -> float:
+    """Floating-point operations a second of a large bf16 matrix product on random numbers, by torch's library."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    pool = torch.cuda.graph_pool_handle()
+    found = replay([capture([lambda: torch.mm(a, b, out=out)] * 4, pool)], 4, seconds)
+    return 2e6 * size**3 / found.us

@@ -160,7 +160,7 @@ def launch_attend_mla(
     partial_o: Any = None, partial_lse: Any = None, arrived: Any = None, *,
     num_kv_heads: int, group_size: int, lanes: int, page_size: int, scale: float, k_scale: float, v_scale: float,
     alibi_slopes: None = None, num_splits: int = 1, physical: Any = None, selected: bool = False, every: bool = False,
-    pdl: bool = False,
+    pdl: bool = False, tile: tuple[int, int, int, int] | None = None,
 ) -> None:  # fmt: skip
     """Attend to the tokens of every row's page list.
 
@@ -182,6 +182,8 @@ def launch_attend_mla(
         every: attend to all pages of each row: `pages` and `lengths` are written, or None.
         selected: the kernel launched just before is the selection that wrote `pages`, with the same `pdl`.
         pdl: programmatic dependent launch (sm_90 and later).
+        tile: (query heads a program, tokens a tile, warps, pipeline stages) in place of the built-in ones: for
+            benchmarks, which try others.
 
     Slots at or past a row's length are never read, nor is anything of the lists past their lengths.
     """
@@ -190,20 +192,25 @@ def launch_attend_mla(
     dtype = _LOW_PRECISION.get(str(q.dtype), tl.float32)
     dtype = dtype if k.dtype == q.dtype or k.element_size() == 1 else tl.float32
     itemsize = 4 if dtype == tl.float32 else k.element_size()
-    tile = head_tile(heads, itemsize)
-    block, warps, stages = _TILES[itemsize][tile]
-    if b_r + b_e > _LARGEST_ROW:
-        block = 16
-    attend_mla_kernel[(q.shape[0] * num_kv_heads * lanes * triton.cdiv(heads, tile), num_splits)](
+    head_block, block, warps, stages = tile or built_in_tile(heads, itemsize, rank, size)
+    attend_mla_kernel[(q.shape[0] * num_kv_heads * lanes * triton.cdiv(heads, head_block), num_splits)](
         q, k, page_table, seq_lens, pages, physical, lengths, o, lse, partial_o, partial_lse, arrived,
         scale * k_scale * 1.4426950408889634, v_scale,
         *q.stride()[:2], k.stride(0), *o.stride()[:2], *lse.stride(),
         page_table.stride(0), page_table.shape[1], 0 if pages is None else pages.shape[-1],
-        G=group_size, LANES=lanes, PAGE=page_size, D=size, R=rank, BR=b_r, BE=b_e, TYPE=dtype, HEADS=heads, BH=tile,
-        BT=block, EVERY=every, SELECTED=selected, SPLIT=num_splits > 1,
+        G=group_size, LANES=lanes, PAGE=page_size, D=size, R=rank, BR=b_r, BE=b_e, TYPE=dtype, HEADS=heads,
+        BH=head_block, BT=block, EVERY=every, SELECTED=selected, SPLIT=num_splits > 1,
         BG=min(_MERGED_HEADS, triton.next_power_of_2(heads)), BS=triton.next_power_of_2(num_splits),
         PHYSICAL=physical is not None, num_warps=warps, num_stages=stages, **options(pdl),
     )  # fmt: skip
+
+
+def built_in_tile(heads: int, itemsize: int, rank: int, size: int) -> tuple[int, int, int, int]:
+    """Query heads a program, tokens a tile, warps and stages, for latents of `size` channels, `rank` of content."""
+    head_block = head_tile(heads, itemsize)
+    block, warps, stages = _TILES[itemsize][head_block]
+    row = _padded(rank) + (_padded(size - rank) if size > rank else 0)
+    return head_block, 16 if row > _LARGEST_ROW else block, warps, stages
 
 
 def _padded(size: int) -> int:

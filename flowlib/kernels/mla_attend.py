@@ -136,7 +136,7 @@ def attend_ragged_kernel(
 
 def launch_attend_ragged(
     q: Any, k: Any, v: Any, query_start_loc: Any, kv_start_loc: Any, o: Any, lse: Any, *, scale: float, causal: bool,
-    max_query_len: int,
+    max_query_len: int, tile: tuple[int, int, int, int] | None = None,
 ) -> None:  # fmt: skip
     """Softmax attention of each request's queries over its keys.
 
@@ -147,12 +147,14 @@ def launch_attend_ragged(
             no key gives 0, -inf.
         scale: factor of q . k, in the log-sum-exp too.
         max_query_len: queries of the longest request, at least 1.
+        tile: (query rows a program, keys a tile, warps, pipeline stages) in place of the built-in ones: for benchmarks,
+            which try others.
     """
     d0, d1 = _cut(q.shape[-1])
     dv0, dv1 = _cut(v.shape[-1])
     same = q.dtype == k.dtype == v.dtype
     wide = _LOW_PRECISION.get(str(q.dtype), tl.float32) if same else tl.float32
-    rows, block, warps, stages = _tile(wide, max_query_len)
+    rows, block, warps, stages = tile or built_in_tile(wide, max_query_len)
     attend_ragged_kernel[(triton.cdiv(max_query_len, rows), q.shape[1], query_start_loc.shape[0] - 1)](
         q, k, v, query_start_loc, kv_start_loc, o, lse, scale * _LOG2E,
         *q.stride(), *k.stride(), *v.stride(), *o.stride(), *lse.stride(),
@@ -161,8 +163,8 @@ def launch_attend_ragged(
     )  # fmt: skip
 
 
-def _tile(wide: tl.dtype, max_query_len: int) -> tuple[int, int, int, int]:
-    """Query rows, keys, warps and stages."""
+def built_in_tile(wide: tl.dtype, max_query_len: int) -> tuple[int, int, int, int]:
+    """Query rows a program, keys a tile, warps and stages, for operands of dtype `wide`."""
     tiles = _WIDE_TILES
     if wide != tl.float32:
         interpreted = triton.knobs.runtime.interpret
