@@ -28,7 +28,7 @@ class World:
         tokens = rows * WIDTH * PAGE
         self.pool = flowlib.PagedPool(self.plan, rows * WIDTH, device)
         k, v = (torch.randn(tokens, HEADS, 48, generator=generator).bfloat16().to(device) for _ in "kv")
-        self.pool.write(k, v, torch.arange(tokens, device=device), impl="triton")
+        self.pool.write(k, v, torch.arange(tokens, device=device))
         table = torch.randperm(rows * WIDTH, generator=generator).view(rows, WIDTH)
         lengths = torch.tensor(LENGTHS[:rows])
         last = table.gather(1, (lengths.clamp(min=1)[:, None] - 1) // PAGE)[:, 0]
