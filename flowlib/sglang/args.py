@@ -7,6 +7,7 @@ flags, ``--help``, ``--config`` files, ``Engine`` keywords and ``/server_info`` 
 import dataclasses
 import logging
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
 
 from flowlib import vFlowMLA
-from flowlib.core.errors import OptionError
+from flowlib.core.errors import BackendError, OptionError
 from flowlib.sglang import PLUGIN_NAME, ledger, refusals
 from flowlib.sglang.facts import facts_from_args, is_mla
 from flowlib.sglang.leave import leaving_with_reason
 from flowlib.sglang.options import FlowConfig
 from flowlib.sglang.setup import FlowSetup, build_flow
-from flowlib.sglang.versions import adapter, check_version
+from flowlib.sglang.versions import ADAPTERS, adapter, check_version
 
 logger = logging.getLogger("flowlib.sglang")
 
@@ -107,6 +108,7 @@ def check_resolved(args: Any, page_size: int) -> dict[str, Any] | None:
     refusals.refuse_hybrid(model, mambaish_config(model) is not None, has_own_sparse(model.hf_config))
     refusals.refuse_other_attention(args.flow, build_flow(args.flow, FlowConfig.parse(args.flow_config)), model)
     if is_mla(model):
+        _refuse_latents()
         refusals.refuse_latent_prefill(args, PLUGIN_NAME)
     refusals.refuse_chunks(args.chunked_prefill_size, args.page_size)
     config = FlowConfig.parse(args.flow_config)
@@ -165,6 +167,14 @@ def _refuse_without_flow(args: Any) -> None:
             problem = f"--{name.replace('_', '-')} is {PLUGIN_NAME!r} without --flow: name the flow with --flow"
     if problem:
         raise SystemExit(f"flowlib: {problem}")
+
+
+def _refuse_latents() -> None:
+    if not adapter().LATENTS:
+        serving = [version for version, name in ADAPTERS.items() if import_module(name).LATENTS]
+        raise BackendError(
+            f"flows over MLA latents are served by SGLang {' and '.join(serving)}, found {check_version()}"
+        )
 
 
 def _refuse_trace(args: Any, config: FlowConfig) -> None:

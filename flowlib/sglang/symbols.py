@@ -81,6 +81,20 @@ TOUCHED = (
         STABLE,
         takes=("config",),
     ),
+    Touch(
+        "sglang.srt.configs.model_config.is_deepseek_dsa",
+        "models with sparse attention of their own are refused",
+        "call",
+        STABLE,
+        takes=("config",),
+    ),
+    Touch(
+        "sglang.srt.configs.model_config.is_deepseek_v4",
+        "models with sparse attention of their own are refused",
+        "call",
+        STABLE,
+        takes=("config",),
+    ),
     Touch("sglang.srt.plugins.hook_registry.HookType", "the hooks above", "read", STABLE),
     Touch("sglang.srt.arg_groups.arg_utils.A", "annotations of the new fields", "call", STABLE),
     Touch("sglang.srt.arg_groups.arg_utils.Arg", "annotations of the new fields", "call", STABLE, takes=("help",)),
@@ -204,7 +218,8 @@ TOUCHED = (
         STABLE,
         reads=names(
             "head_dim v_head_dim num_attention_heads num_hidden_layers context_len dtype attention_arch hf_config "
-            "is_encoder_decoder is_hybrid_swa has_attention_sinks attention_chunk_size get_num_kv_heads"
+            "is_encoder_decoder is_hybrid_swa has_attention_sinks attention_chunk_size get_num_kv_heads kv_lora_rank "
+            "qk_rope_head_dim"
         ),
     ),
     Touch(

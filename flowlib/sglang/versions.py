@@ -29,6 +29,11 @@ class Adapter(Protocol):
         ...
 
     @property
+    def LATENTS(self) -> bool:
+        """Whether flows over MLA latents are served."""
+        ...
+
+    @property
     def SCHEDULERS(self) -> tuple[str, ...]:
         """The server arguments that start more than one scheduler when they are above 1."""
         ...

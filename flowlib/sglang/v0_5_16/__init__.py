@@ -5,10 +5,11 @@ from typing import Any
 from flowlib.sglang.refusals import Refusal
 from flowlib.sglang.v0_5_16 import mla, symbols
 
-__all__ = ["FLAGS", "SCHEDULERS", "TOUCHED", "attention_ranks", "in_effect"]
+__all__ = ["FLAGS", "LATENTS", "SCHEDULERS", "TOUCHED", "attention_ranks", "in_effect"]
 
 TOUCHED = symbols.TOUCHED + mla.TOUCHED
 FLAGS: tuple[Refusal, ...] = ()
+LATENTS = True
 SCHEDULERS = ("dp_size", "pp_size")
 
 

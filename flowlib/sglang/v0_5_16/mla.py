@@ -139,18 +139,4 @@ TOUCHED = (
     ),
     Touch("sglang.srt.runtime_context.get_server_args", "--enable-deterministic-inference", "call", STABLE),
     Touch("sglang.srt.model_executor.forward_context.get_req_to_token_pool", "the slots of a request", "call", STABLE),
-    Touch(
-        "sglang.srt.configs.model_config.is_deepseek_dsa",
-        "models with sparse attention of their own are refused",
-        "call",
-        STABLE,
-        takes=("config",),
-    ),
-    Touch(
-        "sglang.srt.configs.model_config.is_deepseek_v4",
-        "models with sparse attention of their own are refused",
-        "call",
-        STABLE,
-        takes=("config",),
-    ),
 )

@@ -9,7 +9,15 @@ TOUCHED = (
         "the fields flow and flow_config, and the checks of the flags they go with",
         "replace",
         "plugins can add fields to ServerArgs",
-        reads=(*ARGUMENTS, "enable_dp_attention", "get_model_config", "get_attention_backends", "override"),
+        reads=(
+            *ARGUMENTS,
+            "enable_dp_attention",
+            "get_model_config",
+            "get_attention_backends",
+            "override",
+            "disable_chunked_prefix_cache",
+            "enable_deterministic_inference",
+        ),
         hook="flowlib.sglang.v0_5_16.args.FlowServerArgs",
     ),
     Touch(

@@ -8,7 +8,7 @@ from typing import Any
 from flowlib.sglang.refusals import MISSES_WRITES, Refusal
 from flowlib.sglang.v0_5_23.symbols import TOUCHED
 
-__all__ = ["FLAGS", "SCHEDULERS", "TOUCHED", "attention_ranks", "in_effect"]
+__all__ = ["FLAGS", "LATENTS", "SCHEDULERS", "TOUCHED", "attention_ranks", "in_effect"]
 
 OWN_SPARSE = ("minicpm_flashattn", "minicpm_flashinfer", "qsa")
 """Attention backends that choose tokens themselves."""
@@ -43,6 +43,7 @@ FLAGS = (
         "the scales of an fp8 KV cache would be read after CUDA graphs are captured with them",
     ),
 )
+LATENTS = False
 SCHEDULERS = ("dp_size", "attn_dp_size", "pp_size")
 
 
