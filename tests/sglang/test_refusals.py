@@ -6,7 +6,7 @@ import pytest
 
 import flowlib
 from flowlib.core.errors import BackendError, FlowDefinitionError, OptionError
-from flowlib.sglang import refusals
+from flowlib.sglang import refusals, v0_5_23
 
 FINE_ARGS = {
     "speculative_algorithm": None,
@@ -55,6 +55,27 @@ FLAGS = [
     ("kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype"),
     ("kv_cache_dtype", "fp4_mx_block16", "--kv-cache-dtype"),
     ("kv_cache_dtype", "fp4_e2m1", "--kv-cache-dtype"),
+]
+FINE_ARGS_0_5_23 = FINE_ARGS | {
+    "enable_kv_cache_sharding": False,
+    "enable_unified_cache_external_linker": False,
+    "enable_pd_role_switch": False,
+    "enable_nvidia_megakernel": False,
+    "enable_amd_monokernel": False,
+    "attention_backend": "flashinfer",
+    "prefill_attention_backend": "fa3",
+    "startup_weight_load_mode": "serial",
+}
+FLAGS_0_5_23 = [
+    ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
+    ({"enable_unified_cache_external_linker": True}, "--enable-unified-cache-external-linker"),
+    ({"enable_pd_role_switch": True}, "--enable-pd-role-switch"),
+    ({"enable_nvidia_megakernel": True}, "--enable-nvidia-megakernel"),
+    ({"enable_amd_monokernel": True}, "--enable-amd-monokernel"),
+    ({"attention_backend": "qsa"}, "--attention-backend"),
+    ({"prefill_attention_backend": "minicpm_flashattn"}, "--prefill-attention-backend"),
+    ({"prefill_attention_backend": "minicpm_flashinfer"}, "--prefill-attention-backend"),
+    ({"startup_weight_load_mode": "overlap", "kv_cache_dtype": "fp8_e4m3"}, "--startup-weight-load-mode"),
 ]
 FINE_LAYER = {
     "layer_id": 3,
@@ -117,6 +138,19 @@ def test_flag_is_refused(name, value, flag):
 
 def test_every_flag_of_the_table_is_tried():
     assert {flag for _, _, flag in FLAGS} == {refusal.what for refusal in refusals.FLAGS}
+    assert {flag for _, flag in FLAGS_0_5_23} == {refusal.what for refusal in v0_5_23.FLAGS}
+
+
+@pytest.mark.parametrize(("given", "flag"), FLAGS_0_5_23)
+def test_flag_of_the_other_sglang_is_refused(given, flag):
+    with pytest.raises(OptionError, match=f"^{flag} can't be used together with --flow: "):
+        refusals.refuse_flags(SimpleNamespace(**FINE_ARGS_0_5_23 | given), v0_5_23.FLAGS)
+
+
+@pytest.mark.parametrize("given", [{}, {"startup_weight_load_mode": "overlap"}, {"kv_cache_dtype": "fp8_e4m3"}])
+def test_ordinary_arguments_of_the_other_sglang_pass(given, monkeypatch):
+    monkeypatch.delenv("SGLANG_USE_HND_KVCACHE", raising=False)
+    refusals.refuse_flags(SimpleNamespace(**FINE_ARGS_0_5_23 | given), v0_5_23.FLAGS)
 
 
 @pytest.mark.parametrize("name", ["SGLANG_USE_HND_KVCACHE", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"])
