@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from flowlib.kernels.pdl import begin, options
+from flowlib.kernels.select_above import launch_select_above
 
 _REGISTER_WIDTH = 16384  # at most 32767: two counts share an int32
 _NARROW_WIDTH = 2048  # rows of at most so many pages are searched in blocks of this size, whatever the table's width
@@ -316,6 +317,13 @@ def launch_select(
     if width is None:
         width = scores.shape[2] if scored else 2**30
     capacity = pages.shape[-1]
+    if scored and top_k >= width > _NARROW_WIDTH:
+        launch_select_above(
+            scores, seq_lens, pages, lengths, num_kv_heads=num_kv_heads, lanes=lanes, page_size=page_size, bos=bos,
+            eos=eos, dense_below=dense_below, full_pages=full_pages, width=width, page_table=page_table,
+            physical=physical, pdl=pdl,
+        )  # fmt: skip
+        return
     widest = max(width if scored else capacity, 32)
     loop = widest > _REGISTER_WIDTH
     block = _LOOP_BLOCK if loop else triton.next_power_of_2(widest)

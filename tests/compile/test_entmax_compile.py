@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from flowlib.kernels import entmax, gaussian
+from flowlib.kernels import entmax, gaussian, select
 from flowlib.runtime import interpreter
 from flowlib.testing.compile_only import SHARED_MEMORY_LIMIT, compile_only, report
 
@@ -129,3 +129,19 @@ def test_gaussian_thresholds(alpha, width, dim, target):
     for kernel in kernels:
         assert 0 < kernel.registers <= 255
         assert kernel.spills == 0, kernel
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("width", [8192, 65536])
+def test_selection_without_a_budget(width, target):
+    heads, int32 = 8, torch.int32
+    lists = [zeros(BS, heads, width, dtype=int32) for _ in range(2)]
+    with compile_only(target) as kernels:
+        select.launch_select(
+            zeros(BS * heads, 1, width), zeros(BS, dtype=int32), lists[0], zeros(BS, heads, dtype=int32),
+            num_kv_heads=heads, lanes=1, page_size=16, bos=0, eos=1, top_k=1 << 30, ratio_q16=0, dense_below=0,
+            scored=True, page_table=zeros(BS, width, dtype=int32), physical=lists[1],
+        )  # fmt: skip
+    print("\n" + "\n".join(report(kernels)))
+    assert [k.name for k in kernels] == ["select_above_kernel"]
+    assert kernels[0].spills == 0, kernels[0]
