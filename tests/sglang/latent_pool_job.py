@@ -20,11 +20,11 @@ FLOWS = (
 )  # fmt: skip
 
 
-def make(page, dtype, model_dtype, flow="quest_mla", **config):
+def make(page, dtype, model_dtype, flow="quest_mla", pages=PAGES, **config):
     facts = ModelFacts(RANK + ROPE, RANK, 4, 1, 0, 2, 2, page, 96, dtype, model_dtype, "cpu", RANK)
     setup = FlowSetup(flow, FlowConfig(**config), facts)
     pool = latent_pool_class(MLATokenToKVPool, setup)(
-        PAGES * page - page, page_size=page, dtype=dtype, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, layer_num=2,
+        pages * page - page, page_size=page, dtype=dtype, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, layer_num=2,
         device="cpu", enable_memory_saver=False,
     )  # fmt: skip
     return setup, pool
@@ -104,7 +104,10 @@ def left(cases):
 
 
 if __name__ == "__main__":
+    from tests.sglang import latent_core
+
     load_plugins()
     answer = {"written": {f"{flow} {page}": written(flow, page) for flow, page in FLOWS}}
-    answer |= {"memory": memory(), "refused": refused()}
+    answer |= {"memory": memory(), "refused": refused(), "methods": latent_core.methods(), "gates": latent_core.gates()}
+    answer |= {"prefills": [latent_core.prefill(*case) for case in latent_core.PREFILLS], "graph": latent_core.graph()}
     print("ANSWER", json.dumps(answer | {"left": left(json.loads(sys.argv[1]))}))

@@ -71,6 +71,44 @@ def test_what_leaves_the_fields_behind_and_other_layouts_are_refused(answer):
     assert said["indexer"].startswith("SGLang's latent pool keeps a sparse indexer's keys")
 
 
+def test_prefixes_take_chunks_by_sglangs_own_gate(answer):
+    assert answer["methods"] == {
+        "triton": "MHA_CHUNKED_KV*",
+        "triton, below the threshold": "MLA",
+        "triton, disabled": "MLA",
+        "triton, deterministic": "MLA",
+        "triton, decode": "MLA",
+        "triton, no prefix": "MHA",
+        "triton, fp8": "MLA",
+        "triton, stock": "MLA",
+        "flowlib": "MHA_CHUNKED_KV*",
+        "flowlib, no prefix": "MHA_CHUNKED_KV*",
+        "flashinfer": "MHA_CHUNKED_KV*",
+        "flashinfer, no prefix": "MHA_ONE_SHOT",
+        "flashinfer, below the threshold": "MLA",
+        "flashinfer, fp8": "MLA*",
+        "fa3": "MHA_ONE_SHOT",
+    }
+    assert answer["gates"] == [False, True, True, True]
+
+
+def test_chunks_give_attention_over_the_whole_prefix(answer):
+    for case in answer["prefills"]:
+        bound = 2.0 * case["plain"] + 2.0**-23 * case["size"]
+        assert max(case["errors"]) <= bound, case
+        assert case["padding"] == 0.0
+        assert [sum(column) for column in zip(*case["chunks"], strict=True)] == [0, 37, 5, 0]
+    assert [len(case["chunks"]) for case in answer["prefills"]] == [3, 3, 3, 1]
+
+
+def test_replayed_steps_by_kernels_give_the_reference(answer):
+    said = answer["graph"]
+    assert said["worst"] <= 1e-5
+    assert said["fields"] == 0.0
+    assert said["counts"][0] == said["counts"][1]
+    assert said["counts"][0]["sparse_steps"] > 0
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_does_not_go_together_ends_the_server_with_the_fix(name, answer):
     assert CASES[name][2] in answer["left"][name]
