@@ -16,7 +16,7 @@ from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_
 
 from flowlib import vFlowMLA
 from flowlib.core.errors import BackendError, OptionError
-from flowlib.sglang import PLUGIN_NAME, ledger, refusals
+from flowlib.sglang import PLUGIN_NAME, ledger, mla_prefill, refusals
 from flowlib.sglang.facts import facts_from_args, is_mla
 from flowlib.sglang.leave import leaving_with_reason
 from flowlib.sglang.options import FlowConfig
@@ -109,7 +109,7 @@ def check_resolved(args: Any, page_size: int) -> dict[str, Any] | None:
     refusals.refuse_other_attention(args.flow, build_flow(args.flow, FlowConfig.parse(args.flow_config)), model)
     if is_mla(model):
         _refuse_latents()
-        refusals.refuse_latent_prefill(args, PLUGIN_NAME)
+        refusals.refuse_latent_prefill(args, PLUGIN_NAME, mla_prefill.BACKENDS)
     refusals.refuse_chunks(args.chunked_prefill_size, args.page_size)
     config = FlowConfig.parse(args.flow_config)
     setup = FlowSetup(args.flow, config, facts_from_args(args))

@@ -118,15 +118,22 @@ def refuse_prefill(backend: str | None, float8: bool) -> None:
         )
 
 
-def refuse_latent_prefill(args: Any, own: str) -> None:
+def refuse_latent_prefill(args: Any, own: str, chunked: Iterable[str]) -> None:
     """Raises an OptionError for a prefill backend of an MLA model that can't do it with these arguments.
 
     Args:
         args: the arguments in effect.
         own: the name of flowlib's backend.
+        chunked: the backends whose prefixes are attended in flowlib's chunks.
     """
-    backend = args.get_attention_backends()[0]
+    backend, graph = args.get_attention_backends()[0], args.cuda_graph_config.prefill.backend
     other = f"choose another --prefill-attention-backend than {backend}"
+    absorbed = graph == "tc_piecewise" and backend != own  # SGLang attends absorbed then
+    if backend in chunked and graph != "disabled" and not absorbed:
+        raise OptionError(
+            f"a CUDA graph of prefill ({graph}) can't capture chunks, whose number is the batch's: add "
+            f"--cuda-graph-backend-prefill disabled, or {other}"
+        )
     if backend in ("torch_native", "flex_attention"):
         raise OptionError(
             f"--prefill-attention-backend {backend} can't prefill an MLA model: it reads K and V of each head from the "

@@ -13,6 +13,7 @@ from tests.sglang import latent_model
 from tests.sglang.engine import ENGINE, HERE, run
 from tests.sglang.test_refusals import FINE_LAYER
 
+CHUNKED = ("flowlib", "triton", "flashinfer")
 QUEST, MLA = "gqa_quest_sparse_attention", "quest_mla"
 CASES = {
     "latents of an MHA model": (
@@ -120,21 +121,32 @@ def test_prefill_is_flowlibs_on_a_cpu_unless_another_one_is_given(answer):
     assert answer["left"]["triton"] == ["triton", "triton", "flowlib", 64]
 
 
-def test_flowlibs_prefill_is_refused_where_it_would_not_be_sglangs():
-    def args(**more):
-        fine = {"disable_chunked_prefix_cache": False, "enable_deterministic_inference": False}
-        fine |= {"kv_cache_dtype": "auto", "get_attention_backends": lambda: ("flowlib", "flowlib")}
-        return SimpleNamespace(**fine | more)
+def _args(backend, graph="disabled", **more):
+    fine = {"disable_chunked_prefix_cache": False, "enable_deterministic_inference": False, "kv_cache_dtype": "auto"}
+    fine["cuda_graph_config"] = SimpleNamespace(prefill=SimpleNamespace(backend=graph))
+    return SimpleNamespace(get_attention_backends=lambda: (backend, "flowlib"), **fine | more)
 
-    refusals.refuse_latent_prefill(args(), "flowlib")
-    for name, value, flag in (
+
+@pytest.mark.parametrize(
+    ("name", "value", "flag"),
+    [
         ("enable_deterministic_inference", True, "--enable-deterministic-inference"),
         ("kv_cache_dtype", "fp8_e4m3", "--kv-cache-dtype fp8_e4m3"),
-    ):
-        with pytest.raises(OptionError, match=f"^{flag}: "):
-            refusals.refuse_latent_prefill(args(**{name: value}), "flowlib")
-        stock = {"get_attention_backends": lambda: ("triton", "flowlib"), name: value}
-        refusals.refuse_latent_prefill(args(**stock), "flowlib")
+    ],
+)
+def test_flowlibs_prefill_is_refused_where_it_would_not_be_sglangs(name, value, flag):
+    refusals.refuse_latent_prefill(_args("flowlib"), "flowlib", CHUNKED)
+    with pytest.raises(OptionError, match=f"^{flag}: "):
+        refusals.refuse_latent_prefill(_args("flowlib", **{name: value}), "flowlib", CHUNKED)
+    refusals.refuse_latent_prefill(_args("triton", **{name: value}), "flowlib", CHUNKED)
+
+
+def test_a_graph_of_prefill_is_refused_where_it_would_capture_chunks():
+    for backend, graph in (("flowlib", "tc_piecewise"), ("triton", "breakable"), ("flashinfer", "full")):
+        with pytest.raises(OptionError, match=rf"^a CUDA graph of prefill \({graph}\) can't capture chunks"):
+            refusals.refuse_latent_prefill(_args(backend, graph), "flowlib", CHUNKED)
+    for backend, graph in (("triton", "tc_piecewise"), ("fa3", "full")):
+        refusals.refuse_latent_prefill(_args(backend, graph), "flowlib", CHUNKED)
 
 
 def test_layers_over_latents_are_checked_by_their_ids():
