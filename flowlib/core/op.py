@@ -223,6 +223,13 @@ class SegmentOp(Op):
         """Keyword arguments of the launch function."""
         return {}
 
+    def also_gives(self, other: SegmentOp) -> str:
+        """The argument with which the launch function writes the result of `other`, of the same inputs, as well.
+
+        Empty where it can't.
+        """
+        return ""
+
 
 class SelectOp(Op):
     """Writes the selection; the indexer ends in one.

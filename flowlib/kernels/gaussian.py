@@ -14,8 +14,9 @@ import triton.language as tl
 from flowlib.kernels.pages import _scored_range
 from flowlib.kernels.pdl import begin, options
 
-_BLOCK = 2048
+_BLOCK = 4096
 _VALUES_PER_THREAD = 8
+_REGISTERS = {16: 128}  # of the largest programs all there are
 _MANY_REGISTERS = 168  # where the assembler would spill to fit one more program on a multiprocessor
 _NEWTON_STEPS = tl.constexpr(12)
 _STEPS = tl.constexpr(64)
@@ -157,7 +158,7 @@ def _tail_maximum(
 
 @triton.jit(do_not_specialize=["W", "bos", "eos", "s_table"])
 def gaussian_tau_kernel(
-    p_mu, p_sigma, p_tau, p_seq_lens, p_q, p_k, p_table, p_slopes, s_mu_row, s_mu_plane, s_mu, s_sigma_row,
+    p_mu, p_sigma, p_tau, p_estimate, p_seq_lens, p_q, p_k, p_table, p_slopes, s_mu_row, s_mu_plane, s_mu, s_sigma_row,
     s_sigma_plane, s_sigma, s_tau_row, s_tau_plane, s_q_b, s_q_h, s_k_t, s_k_h, s_table, W, bos, eos, scale, safety_z,
     excess,
     H: tl.constexpr, PLANES: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, A: tl.constexpr,
@@ -181,29 +182,31 @@ def gaussian_tau_kernel(
             s_k_t, PAGE, D, BD,
         )  # fmt: skip
     n_scored = tl.maximum(last - first, 1).to(tl.float32)
-    b_sum, b_upper = tl.zeros((BW,), tl.float32), tl.zeros((BW,), tl.float32)
+    # in one pass: moments about the mean of the first block, which lies among the values, so that nothing cancels
+    o_w = tl.arange(0, BW)
+    m_scored = (o_w >= first) & (o_w < last)
+    b_mu = tl.load(p_mu + o_w.to(tl.int64) * s_mu, mask=m_scored, other=0.0)
+    shift = tl.sum(b_mu) / tl.maximum(tl.minimum(last, BW) - first, 1).to(tl.float32)
+    b_sum, b_square = tl.zeros((BW,), tl.float32), tl.zeros((BW,), tl.float32)
+    b_width = tl.zeros((BW,), tl.float32)
     b_top, b_wide = tl.full((BW,), float("-inf"), tl.float32), tl.zeros((BW,), tl.float32)
-    for o in tl.range(0, n_pages, BW):
+    for o in tl.range(0, n_pages, BW, loop_unroll_factor=2):
         o_w = o + tl.arange(0, BW)
         m_scored = (o_w >= first) & (o_w < last)
         # [BW]
         b_mu = tl.load(p_mu + o_w.to(tl.int64) * s_mu, mask=m_scored, other=0.0)
         b_sigma = tl.load(p_sigma + o_w.to(tl.int64) * s_sigma, mask=m_scored, other=0.0)
-        b_sum += b_mu
-        b_upper += b_mu + 1.5 * b_sigma
-        b_top = tl.maximum(b_top, tl.where(m_scored, b_mu, float("-inf")))
-        b_wide = tl.maximum(b_wide, b_sigma)
-    mean, upper = tl.sum(b_sum) / n_scored, tl.sum(b_upper) / n_scored
-    b_square = tl.zeros((BW,), tl.float32)
-    for o in tl.range(0, n_pages, BW):
-        o_w = o + tl.arange(0, BW)
-        m_scored = (o_w >= first) & (o_w < last)
-        # [BW]
-        b_mu = tl.load(p_mu + o_w.to(tl.int64) * s_mu, mask=m_scored, other=0.0)
-        b_sigma = tl.load(p_sigma + o_w.to(tl.int64) * s_sigma, mask=m_scored, other=0.0)
-        b_spread = tl.where(m_scored, b_mu - mean, 0.0)
-        b_square += b_sigma * b_sigma + b_spread * b_spread
-    row = tl.maximum(tl.sqrt_rn(tl.sum(b_square) / n_scored), _MIN_SIGMA)
+        b_away = tl.where(m_scored, b_mu - shift, 0.0)
+        b_sum += b_away
+        b_square += b_sigma * b_sigma + b_away * b_away
+        b_width += b_sigma
+        if MIXTURE:
+            b_top = tl.maximum(b_top, tl.where(m_scored, b_mu, float("-inf")))
+            b_wide = tl.maximum(b_wide, b_sigma)
+    away = tl.sum(b_sum) / n_scored
+    mean = shift + away
+    upper = mean + 1.5 * (tl.sum(b_width) / n_scored)
+    row = tl.maximum(tl.sqrt_rn(tl.maximum(tl.sum(b_square) / n_scored - away * away, 0.0)), _MIN_SIGMA)
     mixed = (slope != 0.0) if BY_SLOPE else (last > first)
     centre, width = mean, row
     if MIXTURE:
@@ -213,6 +216,8 @@ def gaussian_tau_kernel(
     tau = _threshold(
         p_mu, p_sigma, s_mu, s_sigma, first, last, n_pages, mean, row, low, high, mixed, PAGE, A, BETA, MIXTURE, BW
     )
+    if p_estimate is not None:
+        tl.store(p_estimate + i_row * s_tau_row + i_plane * s_tau_plane, tl.where(last > first, tau, 0.0))
     margin = tl.maximum(safety_z * row, excess * tl.maximum(tau / A - upper, 0.0))
     tau = tl.where(last > first, tau - A * margin, 0.0)
     if TAIL:
@@ -259,7 +264,7 @@ def launch_gaussian_tau(
     mu: Any, sigma: Any, tau: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int,
     alpha: float, safety_margin_z: float, excess: float, mixture: bool | None, tail: bool = False, q: Any = None,
     k: Any = None, page_table: Any = None, scale: float = 1.0, k_scale: float = 1.0, alibi_slopes: Any = None,
-    pdl: bool = False,
+    estimate: Any = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """tau fp32 ``[R, n]`` of page means and deviations mu, sigma fp32 ``[R, n, W]`` over the scored pages.
 
@@ -269,20 +274,22 @@ def launch_gaussian_tau(
         mixture: None takes a normal per page for planes whose `alibi_slopes` fp32 ``[num_kv_heads * n]`` is not 0.
         tail: the threshold is at least (alpha - 1) times the largest score of the row's last page, less 1: of queries
             q ``[bs, num_kv_heads * n, D]`` and keys k ``[T, num_kv_heads, D]``, found by the page table.
+        estimate: fp32 with the strides of tau, written: the threshold without its margins and whatever `tail` tells.
     """
     rows, planes, width = mu.shape
     block = min(_BLOCK, triton.next_power_of_2(max(width, 32)))
+    warps = max(1, block // (32 * _VALUES_PER_THREAD))
     beta = 1.0 / (alpha - 1.0)
     near = round(beta)
     by_slope = mixture is None
     size = k.shape[-1] if tail else 1
     strides = (*q.stride()[:2], *k.stride()[:2], page_table.stride(0)) if tail else (0,) * 5
     gaussian_tau_kernel[(rows * planes,)](
-        mu, sigma, tau, seq_lens, q if tail else None, k if tail else None, page_table if tail else None,
+        mu, sigma, tau, estimate, seq_lens, q if tail else None, k if tail else None, page_table if tail else None,
         alibi_slopes, *mu.stride(), *sigma.stride(), *tau.stride(), *strides, width, bos, eos, scale * k_scale,
         safety_margin_z, excess, H=num_kv_heads, PLANES=planes, PAGE=page_size, D=size,
         BD=triton.next_power_of_2(size), A=alpha - 1.0, BETA=float(near) if abs(beta - near) < 1e-9 else beta,
         MIXTURE=alibi_slopes is not None if by_slope else mixture, BY_SLOPE=by_slope and alibi_slopes is not None,
-        TAIL=tail, BW=block, num_warps=min(8, max(1, block // (32 * _VALUES_PER_THREAD))), num_stages=1,
-        maxnreg=_MANY_REGISTERS, **options(pdl),
+        TAIL=tail, BW=block, num_warps=warps, num_stages=1, maxnreg=_REGISTERS.get(warps, _MANY_REGISTERS),
+        **options(pdl),
     )  # fmt: skip

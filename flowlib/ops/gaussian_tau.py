@@ -164,6 +164,12 @@ class GaussianFloor(GaussianTau):
     def options(self) -> dict[str, object]:
         return {**super().options(), "tail": True}
 
+    def also_gives(self, other: SegmentOp) -> str:
+        if not isinstance(other, GaussianTau) or isinstance(other, GaussianFloor):
+            return ""
+        same = (other.alpha, other.mixture) == (self.alpha, self.mixture)
+        return "estimate" if same and (other.safety_margin_z, other.excess) == (0.0, 0.0) else ""
+
 
 class TailFloor(SegmentOp):
     """a · max s − 1 over the exact scores in the row's last page, BATCHED ``[B, G, 1]``; a = alpha − 1.

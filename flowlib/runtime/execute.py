@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flowlib.compiler.emit import joined_name, num_warps, tile_pages
 from flowlib.compiler.load import load_function, load_source
-from flowlib.compiler.program import SegmentStage, TileStage
+from flowlib.compiler.program import SegmentStage, Stage, TileStage
 from flowlib.core.attention import Entmax, Normaliser, Softmax
 from flowlib.core.float8 import SCALES
 from flowlib.core.spec import Spec
@@ -131,6 +132,7 @@ class Executor:
         first = next((s for s in program.step_stages if isinstance(s, TileStage)), None)
         self.joined = TileKernel(first, program.source, spec, name) if name and first else None
         self.segments = {s.name: load_function(s.op.kernel) for s in program.stages if isinstance(s, SegmentStage)}
+        self.together = _together(program.step_stages)
         self.select = load_function(SELECT)
         self.attend = load_function(plan.attention_kernel)
 
@@ -157,7 +159,7 @@ class Executor:
                 self.joined.on_rows(tensors, batch, pdl, store.operands, self.full_pages, loc)
             elif isinstance(stage, TileStage):
                 self.tiles[stage.name].on_rows(tensors, batch, pdl, store.operands, self.full_pages)
-            else:
+            elif stage.name not in self.together:
                 self._segment(stage, q, store, batch, out, pdl)
         top_k, ratio = selection.op.limits(spec)
         scores = None if selection.scores is None else out.workspace[selection.scores].flatten(1, 2)
@@ -180,6 +182,9 @@ class Executor:
                 "q": q, "k": store.k, "page_table": batch.page_table, "scale": spec.softmax_scale,
                 "k_scale": spec.k_scale,
             }  # fmt: skip
+        for earlier, later, argument in self.together.values():
+            if later == stage.name:
+                known[argument] = self._target(earlier, out)
         self.segments[stage.name](
             *(out.workspace[source].flatten(1, 2) for source in stage.sources), self._target(stage, out),
             batch.seq_lens,
@@ -250,6 +255,19 @@ class Executor:
             scale=spec.softmax_scale, k_scale=spec.k_scale, v_scale=spec.v_scale,
             alibi_slopes=out.workspace.get("alibi_slopes"), num_splits=out.num_splits, pdl=has_pdl(store.device), **how,
         )  # fmt: skip
+
+
+def _together(stages: Sequence[Stage]) -> dict[str, tuple[SegmentStage, str, str]]:
+    """Segment stages whose results the launch of the next stage writes as well, by name: the stage, the name of the
+    next one, and the argument for it."""
+    found: dict[str, tuple[SegmentStage, str, str]] = {}
+    for earlier, later in itertools.pairwise(stages):
+        if not isinstance(earlier, SegmentStage) or not isinstance(later, SegmentStage):
+            continue
+        argument = later.op.also_gives(earlier.op) if earlier.sources == later.sources else ""
+        if argument and earlier.target not in earlier.sources:
+            found[earlier.name] = (earlier, later.name, argument)
+    return found
 
 
 def _partials(out: StepOutput) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -121,7 +121,7 @@ def test_gaussian_thresholds(alpha, width, dim, target):
         tau = zeros(BS * heads, group)
         gaussian.launch_gaussian_tau(*moments, tau, zeros(BS, dtype=int32), **rows, **options, mixture=False)
         gaussian.launch_gaussian_tau(
-            *moments, tau, zeros(BS, dtype=int32), **rows, **options, mixture=None, tail=True, **step
+            *moments, tau, zeros(BS, dtype=int32), **rows, **options, mixture=None, tail=True, **step, estimate=tau
         )
         gaussian.launch_tail_floor(tau, zeros(BS, dtype=int32), **rows, alpha=alpha, **step)
     print("\n" + "\n".join(report(kernels)))

@@ -16,7 +16,7 @@ SPEC = flowlib.Spec(
     max_batch=4,
 )  # fmt: skip
 LENGTHS = (53, 0, 22, 3)
-SLOPES = (0.25, 0.0)
+SLOPES = (0.25, -0.1)
 
 OPTIONS = [
     (TOPK, {"alpha": 2.0, "topk_pages": 5}, None),

@@ -8,8 +8,9 @@ import torch
 import flowlib
 from flowlib import FORMAT, as_vtensor
 from flowlib.errors import OptionError, ShapeError
-from flowlib.ops import GaussianTau
+from flowlib.ops import GaussianFloor, GaussianTau
 from flowlib.ops.gaussian_tau import expected_power, truncated_moment
+from flowlib.testing import scene
 
 HEADS, PAGE = 2, 4
 LENGTHS = [41, 1, 0, 26, 9]
@@ -99,6 +100,39 @@ def test_far_tails_keep_their_digits_over_a_million_tokens():
     truth = run(op, mu, sigma, "reference", setting, torch.float64)
     assert truth[0].item() > 4.0, "the threshold lies far out"
     assert (run(op, mu, sigma, "triton", setting) - truth).abs().max() <= 1e-3 * truth.abs().max()
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_long_rows_with_outliers_in_front(mixture):
+    """More than one block of pages, the first of which lies far from the rest: moments in one pass lose no digits."""
+    width = 4300
+    setting = bench(PAGE, [width * PAGE, 4100 * PAGE], width)
+    g = torch.Generator().manual_seed(4)
+    mu = 0.5 * torch.randn(2 * HEADS * width, 1, 1, generator=g)
+    mu.view(2, HEADS, width)[:, :, :40] += 30.0
+    sigma = 0.05 + 0.3 * torch.rand(mu.shape, generator=g)
+    op = GaussianTau(1.5, 0.3, 0.1, mixture)
+    truth = run(op, mu, sigma, "reference", setting, torch.float64)
+    result = run(op, mu, sigma, "triton", setting)
+    assert (result - truth).abs().max() <= 1e-5 * truth.abs().max()
+
+
+def test_one_launch_gives_floor_and_estimate():
+    """A plan whose flow estimates the threshold launches once for both; what each reads is its own."""
+    flow = flowlib.build("entmax_gaussian_attention", tau_mode="fixed", safety_margin_z=0.4)
+    spec = flowlib.Spec(page_size=PAGE, head_dim=16, num_kv_heads=1, group_size=2, kv_dtype=torch.float32, max_pages=9)
+    plan = flowlib.profile(flow, spec)
+    together = plan._executor.together
+    assert [(name, later, argument) for name, (_, later, argument) in together.items()] == [
+        ("gaussiantau", "gaussianfloor_2", "estimate")
+    ]
+    made = scene(plan, (35, 3, 18))
+    wanted, got = (plan.step(made.q, made.pool_by(impl), made.batch, impl=impl) for impl in ("reference", "triton"))
+    torch.testing.assert_close(got.tau, wanted.tau, rtol=1e-5, atol=1e-5)
+    assert torch.equal(got.pages, wanted.pages)
+    assert GaussianFloor(1.5).also_gives(GaussianTau(1.5, excess=0.0, mixture=None)) == "estimate"
+    for other in (GaussianTau(1.5, mixture=None), GaussianTau(2.0, excess=0.0, mixture=None), GaussianFloor(1.5)):
+        assert not GaussianFloor(1.5).also_gives(other)
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
