@@ -235,6 +235,7 @@ def gaussian(
     max_quantile: Annotated[float, typer.Option(help="Quantile of a page's likely maximum.")] = 0.995,
     excess: Annotated[float, typer.Option(help="Share of the height above typical maxima that is taken off.")] = 0.1,
     certify: Annotated[bool, typer.Option("--certify", help="Keep the bounds as well: certificates.")] = False,
+    stats_dtype: Annotated[str, typer.Option(help="Of means and deviations: float32, float16, bfloat16.")] = "float32",
     warmup: Warmup = 10, iters: Iters = 50, fixed_len: Fixed = FIXED, time_budget: Budget = None,
     gate_only: GateOnly = False, compile_peers: CompilePeers = False, device: Device = "cuda", out: Out = Path("out"),
 ) -> None:  # fmt: skip
@@ -242,17 +243,22 @@ def gaussian(
     options = Options(
         GAUSSIAN, kv_heads, heads, head_dim, page_size, alpha=alpha, tau_mode=tau_mode.lower(), niter=niter,
         safety_margin_z=safety_margin_z, max_quantile=max_quantile, excess=excess, certify=certify,
+        stats_dtype=_dtype("--stats-dtype", stats_dtype),
     )  # fmt: skip
     how = How(Timing(warmup, iters), out, device, time_budget, gate_only, compile_peers)
     _start(options, dtype, kv_len, batch, fixed_len, how)
 
 
+def _dtype(option: str, name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise typer.BadParameter(f"{option} {name}: expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
 def _start(options: Options, dtype: str, kv_len: str, batch: str, fixed: int, how: How) -> None:
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
     try:
-        if dtype not in DTYPES:
-            raise BenchError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
-        options = dataclasses.replace(options, dtype=DTYPES[dtype])
+        options = dataclasses.replace(options, dtype=_dtype("--dtype", dtype))
         check_options(options)
         if how.device == "cpu" and not how.gate_only:
             raise BenchError("a CPU is not timed: --device cpu needs --gate-only, which runs the gate alone")

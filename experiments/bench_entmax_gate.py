@@ -120,7 +120,8 @@ def _statistics(scene: Scene, cache: PagedKVCache, one: Head) -> Judged:
         kept = getattr(stats, name)
         if kept is not None:
             away = (kept[table, kv_head].double() - truth).abs()
-            ratio = away / (allowed if name in ("k_mean", "k_std") else torch.finfo(torch.float64).tiny)
+            rounded = allowed + torch.finfo(kept.dtype).eps * truth.abs()
+            ratio = away / (rounded if name in ("k_mean", "k_std") else torch.finfo(torch.float64).tiny)
             worst = max(worst, float(ratio.max()) if len(pages) else 0.0)
     return "statistics", worst, 1.0, "in units of the tolerance"
 
@@ -140,7 +141,7 @@ def _selection(scene: Scene, cache: PagedKVCache, one: Head) -> Judged:
         wrong += abs(int(chosen.sum()) - count)
         wrong += int((chosen & (bounds < least - slack)).sum() + (~chosen & (bounds > least + slack)).sum())
     else:
-        above, slack = _gaussian_margin(scene, one, pages)
+        above, slack = _gaussian_margin(scene, cache, one, pages)
         wrong += int((chosen & (above < -slack)).sum() + (~chosen & (above > slack)).sum())
     share = float(chosen.double().mean()) if len(pages) else 1.0
     return "selection", wrong, 0.0, f"{100 * share:.1f} % of the pages before the tail"
@@ -150,12 +151,16 @@ def _bounds(one: Head, pages: torch.Tensor) -> torch.Tensor:
     return torch.maximum(one.q * pages.amin(1), one.q * pages.amax(1)).sum(-1)
 
 
-def _gaussian_margin(scene: Scene, one: Head, pages: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """How far each page lies above what selects it ``[P]``, by formula, and how far that may be off."""
+def _gaussian_margin(
+    scene: Scene, cache: PagedKVCache, one: Head, pages: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """How far each page lies above what selects it ``[P]``, by formula from the statistics as they are kept, and how
+    far that may be off."""
     options, a = scene.options, scene.options.alpha - 1.0
-    mu = pages.mean(1) @ one.q
-    variance = (pages - pages.mean(1, keepdim=True)).square().mean(1)
-    sigma = (variance @ one.q.square()).sqrt()
+    table = cache.block_table[one.row, : len(pages)].to(torch.int64)
+    kv_head = one.head * options.kv_heads // options.query_heads
+    mean, std = (x[table, kv_head].double() for x in cache.page_stats[2:] if x is not None)
+    mu, sigma = mean @ one.q, (std.square() @ one.q.square()).sqrt()
     if not len(pages):
         return mu, 0.0
     spread = (sigma.square().mean() + mu.var(correction=0)).sqrt()

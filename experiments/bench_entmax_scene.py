@@ -29,6 +29,7 @@ class Options:
         coverage: share of the pages that top-k attends to.
         tau_mode, niter, safety_margin_z, max_quantile, excess: of :func:`flowlib.entmax.gaussian_decode`.
         certify: whether Gaussian decoding keeps the bounds as well.
+        stats_dtype: of means and deviations.
     """
 
     method: str
@@ -45,6 +46,7 @@ class Options:
     max_quantile: float = 0.995
     excess: float = 0.1
     certify: bool = False
+    stats_dtype: torch.dtype = torch.float32
 
     @property
     def stats(self) -> tuple[str, ...]:
@@ -54,7 +56,7 @@ class Options:
     @property
     def standard(self) -> bool:
         """Whether the goals hold for these numbers."""
-        return self == Options(self.method, certify=self.certify)
+        return self == Options(self.method, certify=self.certify, stats_dtype=self.stats_dtype)
 
     def topk_pages(self, tokens: int) -> int:
         """Pages that top-k attends to, as the public benchmark counts them."""
@@ -102,12 +104,13 @@ class Scene:
         """Bytes of one cache: K, V and statistics."""
         options, pages = self.options, self.work.batch * -(-self.work.tokens // self.options.page_size)
         size = options.dtype.itemsize
-        stats = 2 * sum(size if name == TOPK else 4 for name in options.stats)
+        stats = 2 * sum(size if name == TOPK else options.stats_dtype.itemsize for name in options.stats)
         return pages * options.kv_heads * options.head_dim * (2 * options.page_size * size + stats)
 
     def add_cache(self) -> PagedKVCache:
         """One more cache of the same tokens, the last of them appended."""
-        cache = PagedKVCache(self.options.page_size, self.options.stats, max_seq_len=self.work.tokens)
+        options = self.options
+        cache = PagedKVCache(options.page_size, options.stats, self.work.tokens, options.stats_dtype)
         cache.initialize(self.k[:, :, :-1], self.v[:, :, :-1])
         cache.append(self.k[:, :, -1:], self.v[:, :, -1:])
         self.caches.append(cache)
@@ -179,4 +182,5 @@ def check_options(options: Options) -> None:
 
 def told(options: Options) -> dict[str, object]:
     """The options for JSON."""
-    return {**dataclasses.asdict(options), "dtype": str(options.dtype).removeprefix("torch.")}
+    names = {name: str(getattr(options, name)).removeprefix("torch.") for name in ("dtype", "stats_dtype")}
+    return {**dataclasses.asdict(options), **names}

@@ -24,6 +24,9 @@ class PagedKVCache:
         page_size: tokens of a page, a power of two.
         stats: sets of page statistics kept: ``"topk"`` (minimum and maximum), ``"gaussian"`` (mean and deviation).
         max_seq_len: longest row foreseen; saves the copy when a row outgrows its pages. Rows may become longer.
+        stats_dtype: of means and deviations, which are estimates and may be rounded: float32, or 16 bits for half of
+            what Gaussian selection reads (float16 for a cache of float16 only, whose means it can hold). ``None`` means
+            what they are computed in, float32 (float64 for a cache of that).
 
     Attributes:
         kv: ``[2, num_blocks, page_size, H_kv, D]``, K and V; zero in slots never written.
@@ -36,12 +39,23 @@ class PagedKVCache:
         OptionError: an argument is out of range, or a set of statistics unknown.
     """
 
-    def __init__(self, page_size: int = 16, stats: Sequence[str] = (), max_seq_len: int | None = None) -> None:
+    def __init__(
+        self,
+        page_size: int = 16,
+        stats: Sequence[str] = (),
+        max_seq_len: int | None = None,
+        stats_dtype: torch.dtype | None = None,
+    ) -> None:
         self.page_size = checks.power_of_two("PagedKVCache", "page_size", page_size)
         self.stats = check_stats("PagedKVCache", stats)
         if max_seq_len is not None:
             max_seq_len = checks.count("PagedKVCache", "max_seq_len", max_seq_len, 1)
-        self.max_seq_len = max_seq_len
+        if stats_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise OptionError(
+                f"PagedKVCache: stats_dtype is {stats_dtype!r}, expected torch.float32, torch.bfloat16, torch.float16 "
+                "or None"
+            )
+        self.max_seq_len, self.stats_dtype = max_seq_len, stats_dtype
         self._lengths: list[int] = []
         self._kv: torch.Tensor | None = None
         self._block_table = self._seq_lens = torch.zeros(0, dtype=torch.int32)
@@ -105,6 +119,11 @@ class PagedKVCache:
         """
         _check_pair("initialize", k, v, "B, H_kv, S, D")
         rows, heads, size, dim = k.shape
+        if self.stats_dtype is torch.float16 and k.dtype is not torch.float16:
+            raise FormatError(
+                f"initialize: k is {k.dtype}, expected torch.float16 where stats_dtype is torch.float16, which can't "
+                "hold the means of others; use torch.bfloat16"
+            )
         lengths = _lengths_of(seq_lens, rows, size)
         pages = self._capacity(max(lengths), size)
         self._kv = torch.zeros(2, rows * pages, self.page_size, heads, dim, dtype=k.dtype, device=k.device)
@@ -114,7 +133,7 @@ class PagedKVCache:
         for row, n in enumerate(lengths):  # one by one: what is needed besides the pool is a row's share
             for side, values in enumerate((k, v)):
                 store[side, row, :n] = values[row, :, :n].transpose(0, 1)
-            parts.append(page_stats(self._kv[0, row * pages : (row + 1) * pages], self.stats))
+            parts.append(self._stats_of(self._kv[0, row * pages : (row + 1) * pages]))
         columns = zip(*parts, strict=True)
         self._page_stats = PageStats(*(None if part[0] is None else torch.cat(part) for part in columns))
 
@@ -171,9 +190,16 @@ class PagedKVCache:
         """Stores tokens ``[T, H_kv, D]`` and recomputes the statistics of the pages `touched`; never waits."""
         kv = self.kv
         kv[0, block, offset], kv[1, block, offset] = k, v
-        for kept, fresh in zip(self._page_stats, page_stats(kv[0, touched], self.stats), strict=True):
+        for kept, fresh in zip(self._page_stats, self._stats_of(kv[0, touched]), strict=True):
             if kept is not None and fresh is not None:
                 kept[touched] = fresh
+
+    def _stats_of(self, k: torch.Tensor) -> PageStats:
+        """Statistics of some pages in the dtypes they are kept in."""
+        low, high, mean, std = page_stats(k, self.stats)
+        if mean is None or std is None or self.stats_dtype is None:
+            return PageStats(low, high, mean, std)
+        return PageStats(low, high, mean.to(self.stats_dtype), std.to(self.stats_dtype))
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as copies ``[B, H_kv, longest length, D]``; zero past a row's length.

@@ -62,7 +62,8 @@ def gaussian(step: Step, given: GaussianOptions, least: int, out: torch.Tensor) 
     options = {
         "alpha": step.same_alpha, "tau_mode": given.tau_mode, "niter": given.niter,
         "safety_margin_z": given.safety_margin_z, "max_quantile": given.max_quantile, "excess": given.excess,
-        "min_context": least, "certify": "topk" in step.cache.stats, "stats_dtype": "float32",
+        "min_context": least, "certify": "topk" in step.cache.stats,
+        "stats_dtype": step.cache.page_stats.k_mean.dtype,  # type: ignore[union-attr]
     }  # fmt: skip
     return _run(step, EntmaxGaussianAttention, options, out)
 

@@ -250,6 +250,18 @@ def test_dtypes(dtype):
     topk_decode(mixed, scene.cache, None, None, torch.empty_like(mixed), 4, None, 1.5, None, False)
 
 
+def test_rounded_statistics_select_almost_the_same():
+    """What is attended to is attended to exactly, whatever it was selected by."""
+    counts = []
+    for dtype in (None, torch.bfloat16):
+        scene = Scene((333, 129), seed=14, shared=1.0, stats_dtype=dtype)
+        q, out = scene.queries()
+        gaussian_decode(q, scene.cache, None, None, out, niter=8, info=(info := []))
+        assert_rows(scene, q, out, 1.5, info[0], None)
+        counts.append(info[0].selection.counts)
+    assert (counts[0] - counts[1]).abs().max() <= 2
+
+
 def test_slots_nobody_wrote_are_never_read():
     scene = Scene((130, 77), seed=10)
     q, out = scene.queries()

@@ -65,6 +65,18 @@ def test_statistics_are_kept_as_asked():
         assert all(s is None or len(s) == scene.cache.kv.shape[1] for s in kept_sets)
 
 
+def test_means_and_deviations_can_be_rounded():
+    """To 16 bits, which is all that changes; appends round as well."""
+    wide, narrow = (Scene((37,), stats=BOTH, stats_dtype=dtype) for dtype in (None, torch.bfloat16))
+    for scene in (wide, narrow):
+        for _ in range(12):
+            scene.append()
+    for name, kept in narrow.cache.page_stats._asdict().items():
+        stats = getattr(wide.cache.page_stats, name)
+        assert kept.dtype is (torch.bfloat16 if name in ("k_mean", "k_std") else torch.float32)
+        torch.testing.assert_close(kept, stats.to(kept.dtype), rtol=0, atol=0)
+
+
 def test_writes_in_any_order_refresh_every_page_they_touch():
     """Rejected tokens are written again, out of order; padding slots are skipped; a recycled page forgets its past."""
     scene = Scene((64,))
@@ -106,6 +118,12 @@ def test_refusals_of_the_cache():
             flowlib.PagedKVCache(page_size=size)
     with refused(OptionError, "PagedKVCache: stats has 'mean', expected names out of 'topk', 'gaussian'"):
         flowlib.PagedKVCache(stats=("mean",))
+    for dtype in (torch.int8, torch.float64, "float16"):
+        with refused(OptionError, f"PagedKVCache: stats_dtype is {dtype!r}, expected torch.float32, torch.bfloat16"):
+            flowlib.PagedKVCache(stats_dtype=dtype)
+    with refused(FormatError, "initialize: k is torch.bfloat16, expected torch.float16 where stats_dtype is"):
+        k = torch.zeros(1, 1, 5, 4, dtype=torch.bfloat16)
+        flowlib.PagedKVCache(stats_dtype=torch.float16).initialize(k, k)
     with refused(OptionError, "PagedKVCache: max_seq_len is 0, expected an integer of at least 1"):
         flowlib.PagedKVCache(max_seq_len=0)
     cache, k = flowlib.PagedKVCache(), torch.zeros(2, 3, 5, 4)
