@@ -152,9 +152,9 @@ def _prefix_of(forward_batch: Any, pool: LatentFields) -> Prefix:
 def _prefix(forward_batch: Any, pool: LatentFields) -> Prefix:
     from sglang.srt.model_executor.forward_context import get_req_to_token_pool
 
-    facts, requests = pool.flow_setup.facts, get_req_to_token_pool()
-    size, table = facts.page_size, requests.req_to_token
-    rows = mla.workspace_rows(facts.context_len, requests.size, size)
+    facts, table = pool.flow_setup.facts, get_req_to_token_pool().req_to_token
+    size = facts.page_size
+    rows = mla.workspace_rows(facts.context_len, 1, size)  # packed chunks need a page, not a page of every request
     rows = max(size, min(rows, forward_batch.get_max_chunk_capacity()))
     lens = list(forward_batch.extend_prefix_lens_cpu)
     offsets = [0, *itertools.accumulate(forward_batch.extend_seq_lens_cpu)]

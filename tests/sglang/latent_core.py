@@ -99,7 +99,7 @@ def prefill(impl, page):
         k[first : first + new, :, NOPE:] = latent[context:, None, RANK:]
         first += new
     found = []
-    pools = SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=slots, size=4))
+    pools = SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=slots))
     for layer_id in (0, 1):
         attn.layer_id = layer_id
         pool.kv_buffer[layer_id].fill_(float("nan"))

@@ -3,6 +3,7 @@
 import json
 import sys
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
@@ -84,9 +85,18 @@ def refused():
             "load": lambda: pool.load_cpu_copy([], loc),
             "size": lambda: made(PAGES * 16 - 3, **numbers),
             "rope": lambda: made(PAGES * 16 - 16, **numbers | {"qk_rope_head_dim": 32}),
+            "another SGLang": other_version,
             "indexer": lambda: made(PAGES * 16 - 16, **numbers, use_dsa=True),
         }
     )
+
+
+def other_version():
+    """The check of server arguments for an MLA model with an SGLang whose MLA is not known."""
+    from flowlib.sglang import args
+
+    with patch.object(args, "adapter", lambda: SimpleNamespace(LATENTS=False)):
+        args._refuse_latents()
 
 
 def left(cases):

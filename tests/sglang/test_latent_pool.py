@@ -69,6 +69,7 @@ def test_what_leaves_the_fields_behind_and_other_layouts_are_refused(answer):
     assert said["load"].startswith("load_cpu_copy: ")
     assert said["size"] == "SGLang's KV pool has 93 tokens, expected a multiple of 16"
     assert "(16, 512, 544, torch.bfloat16), expected (16, 512, 576, torch.bfloat16)" in said["rope"]
+    assert said["another SGLang"] == "flows over MLA latents are served by SGLang 0.5.16, found 0.5.16"
     assert said["indexer"].startswith("SGLang's latent pool keeps a sparse indexer's keys")
 
 
