@@ -99,7 +99,7 @@ class FlowFields(_Pool):
         """Refused: only speculative decoding moves slots."""
         raise BackendError("move_kv_cache: moved slots leave the flow's fields behind")
 
-    def load_cpu_copy(self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: Any = None) -> None:
+    def load_cpu_copy(self, *args: Any, **kwargs: Any) -> None:
         """Refused: only disaggregation brings K and V back from the host."""
         raise BackendError("load_cpu_copy: K and V from the host leave the flow's fields behind")
 

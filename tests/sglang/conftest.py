@@ -1,8 +1,12 @@
 """The versions of SGLang, and a tiny model with random weights, made once per session."""
 
+import json
+import sys
+
 import pytest
 import torch
 
+from tests.sglang.engine import HERE, run
 from tests.sglang.versions import VERSIONS
 
 VOCAB = 512
@@ -13,6 +17,15 @@ def sglang(request):
     """Each version of SGLang that the plugin knows."""
     request.param.check()
     return request.param
+
+
+@pytest.fixture(scope="session")
+def objects(sglang):
+    """What ``pool_job`` and ``graph_job`` say, from one process: SGLang takes seconds to import."""
+    command = [sys.executable, "-m", "tests.sglang.objects_job"]
+    ended = run(command, timeout=200, env=sglang.environment(), cwd=HERE.parent.parent)
+    assert ended.code == 0, ended.text[-4000:]
+    return json.loads(ended.text.split("ANSWER ", 1)[1].splitlines()[0])
 
 
 @pytest.fixture(scope="session")

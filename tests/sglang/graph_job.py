@@ -1,9 +1,8 @@
-"""Run by ``test_graph``: the backend driven as SGLang drives it around a CUDA graph, with interpreted kernels on a CPU.
+"""Called by ``objects_job`` for ``test_graph``: the backend driven as SGLang drives it around a CUDA graph, on a CPU.
 
 A graph replays what was captured: the same buffers with new contents. Here the captured calls are made again instead.
 """
 
-import json
 from types import SimpleNamespace
 
 import torch
@@ -86,7 +85,7 @@ def refusals(backend, layer, now):
     }
 
 
-def main():
+def answer():
     kernels, model = backend("triton")
     reference, other = backend("reference")
     table = reference.req_to_token_pool.req_to_token
@@ -111,9 +110,4 @@ def main():
     fill = kernels.get_cuda_graph_seq_len_fill_value()
     refused = said_by(refusals(reference, layers_of(other)[0], now))
     counts = [kernels.counters.read(), reference.counters.read()]
-    answer = {"worst": worst, "buffers": len(buffers), "fill": fill, "counts": counts, "refused": refused}
-    print("ANSWER", json.dumps(answer))
-
-
-if __name__ == "__main__":
-    main()
+    return {"worst": worst, "buffers": len(buffers), "fill": fill, "counts": counts, "refused": refused}

@@ -1,6 +1,5 @@
-"""Run by ``test_pool``: SGLang's real pool with flowlib's fields, without an engine; prints one JSON answer."""
+"""Called by ``objects_job`` for ``test_pool``: SGLang's real pool with flowlib's fields, without an engine."""
 
-import json
 import os
 from types import SimpleNamespace
 
@@ -99,7 +98,7 @@ def refused():
     tries = {
         "prefix": lambda: pool.set_kv_buffer_prefix_valid(layer(0), loc[None], loc, k, k),
         "move": lambda: pool.move_kv_cache(loc, loc),
-        "load": lambda: pool.load_cpu_copy([], loc),
+        "load": lambda: pool.load_cpu_copy([], loc, mamba_indices=None),
         "other id": lambda: pool.set_kv_buffer(layer(0), loc, k, k, layer_id_override=1),
         "lost scale": lambda: eighth.set_kv_buffer(layer(0, 2.0), loc, k.bfloat16(), k.bfloat16()),
     }
@@ -171,7 +170,7 @@ def memory():
     return {"fields": fields, "told": setup.field_bytes_per_token * PAGES * PAGE, "layers": list(pool.flow_fields)}
 
 
-if __name__ == "__main__":
-    answer = {"chunks": chunks_and_decode(), "float8": [float8(s) for s in (1.0, 0.03, 4.0)]}
-    answer |= {"refused": refused(), "layouts": layouts(), "fused": fused_writes()}
-    print("ANSWER", json.dumps(answer | {"memory": memory(), "summaries": summaries()}))
+def answer():
+    found = {"chunks": chunks_and_decode(), "float8": [float8(s) for s in (1.0, 0.03, 4.0)]}
+    found |= {"refused": refused(), "layouts": layouts(), "fused": fused_writes()}
+    return found | {"memory": memory(), "summaries": summaries()}

@@ -12,6 +12,7 @@ import json, sys
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
+from flowlib.sglang.versions import adapter
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 answers = []
@@ -21,6 +22,9 @@ for words, keywords in json.loads(sys.argv[1]):
             args = prepare_server_args(words)
         else:
             args = ServerArgs(**keywords)
+        if hasattr(args, "resolve_once"):  # where making the arguments does not resolve them
+            args.resolve_once()
+        args = adapter().in_effect(args)
         chosen = [args.flow, args.flow_config, args.page_size, args.decode_attention_backend, args.attention_backend]
         answers.append({"args": chosen})
     except SystemExit as left:
@@ -123,7 +127,7 @@ def hybrid_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def answers(tiny_model, hybrid_model):
+def answers(sglang, tiny_model, hybrid_model):
     """What becomes of each case, and of some good arguments, in one process."""
     good = {
         "defaults": _words(tiny_model, "--flow", QUEST),
@@ -137,7 +141,7 @@ def answers(tiny_model, hybrid_model):
         "hybrid": _words(hybrid_model, "--flow", QUEST, "--disable-radix-cache"),
     }
     cases = {name: _words(tiny_model, *words) for name, (words, _) in CASES.items()} | good
-    ended = run([sys.executable, "-c", CHECKS, json.dumps(list(cases.values()))], timeout=200)
+    ended = run([sys.executable, "-c", CHECKS, json.dumps(list(cases.values()))], timeout=200, env=sglang.environment())
     assert ended.code == 0, ended.text[-4000:]
     found = json.loads(ended.text.split("ANSWER ", 1)[1].splitlines()[0])
     return dict(zip(cases, found, strict=True))

@@ -1,19 +1,11 @@
 """The calls around a CUDA graph: static buffers, lengths and requests that change between replays, padded rows."""
 
-import json
-import sys
-
 import pytest
 
-from tests.sglang.engine import HERE, run
 
-
-@pytest.fixture(scope="module")
-def answer(sglang):
-    command = [sys.executable, "-m", "tests.sglang.graph_job"]
-    ended = run(command, timeout=200, env=sglang.environment(), cwd=HERE.parent.parent)
-    assert ended.code == 0, ended.text[-4000:]
-    return json.loads(ended.text.split("ANSWER ", 1)[1].splitlines()[0])
+@pytest.fixture
+def answer(objects):
+    return objects["graph"]
 
 
 def test_replays_with_other_requests_and_lengths_give_the_reference(answer):

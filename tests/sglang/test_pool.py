@@ -1,18 +1,11 @@
 """SGLang's KV pool with a flow's fields, written the ways SGLang writes it."""
 
-import json
-import sys
-
 import pytest
 
-from tests.sglang.engine import HERE, run
 
-
-@pytest.fixture(scope="module")
-def answer(sglang):
-    ended = run([sys.executable, str(HERE / "pool_job.py")], timeout=120, env=sglang.environment())
-    assert ended.code == 0, ended.text[-4000:]
-    return json.loads(ended.text.split("ANSWER ", 1)[1].splitlines()[0])
+@pytest.fixture
+def answer(objects):
+    return objects["pool"]
 
 
 def test_summaries_follow_chunks_decode_tokens_and_reuse(answer):

@@ -25,6 +25,9 @@ class CpuHostPlatform(CpuDeviceMixin, SRTPlatform):
         """Layers run their `forward_native`."""
         return "native"
 
+    def get_kv_pool_cls(self, *, kind: str) -> None:
+        """SGLang's own pools. Releases from 0.5.23 on ask this way, and no other."""
+
     def get_mha_kv_pool_cls(self) -> type:
         """SGLang's own pool of K and V."""
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
