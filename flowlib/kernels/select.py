@@ -18,6 +18,7 @@ from flowlib.kernels.select_above import launch_select_above
 _REGISTER_WIDTH = 16384  # at most 32767: two counts share an int32
 _NARROW_WIDTH = 2048  # rows of at most so many pages are searched in blocks of this size, whatever the table's width
 _LOOP_BLOCK = 8192
+_MOST_BLOCKS = 1023  # of a row: three counts share an int32
 _FILL_BLOCK = tl.constexpr(128)
 _EARLY_WIDTH = tl.constexpr(2048)
 _VALUE_ROUNDS = tl.constexpr(32)
@@ -144,31 +145,27 @@ def _threshold_in_registers(b_s, m_scored, scored, budget):
 @triton.jit
 def _threshold_in_loop(p_scores, s_page, first, last, budget, BW: tl.constexpr):
     """The same with two bits a round over rows that do not fit into registers."""
-    count = tl.zeros((), tl.int32)
-    for o in tl.range(0, last, BW):
-        b_key = _keys(p_scores, o + tl.arange(0, BW), s_page, first, last)
-        count += tl.sum((b_key > 0).to(tl.int32))
-    budget = tl.minimum(count, budget)
+    b_count = tl.zeros((BW,), tl.int32)
+    for o in tl.range(0, last, BW, loop_unroll_factor=2):
+        b_count += (_keys(p_scores, o + tl.arange(0, BW), s_page, first, last) > 0).to(tl.int32)
+    budget = tl.minimum(tl.sum(b_count), budget)
     threshold = tl.zeros((), tl.uint32)
     for i_round in tl.static_range(15, -1, -1):
         low = threshold | (1 << 2 * i_round)
         middle = threshold | (2 << 2 * i_round)
         high = threshold | (3 << 2 * i_round)
-        n_low = tl.zeros((), tl.int32)
-        n_middle = tl.zeros((), tl.int32)
-        n_high = tl.zeros((), tl.int32)
-        for o in tl.range(0, last, BW):
+        b_count = tl.zeros((BW,), tl.int32)
+        for o in tl.range(0, last, BW, loop_unroll_factor=2):
             b_key = _keys(p_scores, o + tl.arange(0, BW), s_page, first, last)
-            n_low += tl.sum((b_key >= low).to(tl.int32))
-            n_middle += tl.sum((b_key >= middle).to(tl.int32))
-            n_high += tl.sum((b_key >= high).to(tl.int32))
-        threshold = tl.where(n_low >= budget, low, threshold)
-        threshold = tl.where(n_middle >= budget, middle, threshold)
-        threshold = tl.where(n_high >= budget, high, threshold)
-    above = tl.zeros((), tl.int32)
-    for o in tl.range(0, last, BW):
-        b_key = _keys(p_scores, o + tl.arange(0, BW), s_page, first, last)
-        above += tl.sum((b_key > threshold).to(tl.int32))
+            b_count += (b_key >= low).to(tl.int32) + ((b_key >= middle).to(tl.int32) << 10)
+            b_count += (b_key >= high).to(tl.int32) << 20
+        threshold = tl.where(tl.sum(b_count & 1023) >= budget, low, threshold)
+        threshold = tl.where(tl.sum((b_count >> 10) & 1023) >= budget, middle, threshold)
+        threshold = tl.where(tl.sum(b_count >> 20) >= budget, high, threshold)
+    b_count = tl.zeros((BW,), tl.int32)
+    for o in tl.range(0, last, BW, loop_unroll_factor=2):
+        b_count += (_keys(p_scores, o + tl.arange(0, BW), s_page, first, last) > threshold).to(tl.int32)
+    above = tl.sum(b_count)
     return _value_of(tl.where(budget > 0, threshold, 0xFFFFFFFF)), budget - above, budget
 
 
@@ -326,7 +323,9 @@ def launch_select(
         return
     widest = max(width if scored else capacity, 32)
     loop = widest > _REGISTER_WIDTH
-    block = _LOOP_BLOCK if loop else triton.next_power_of_2(widest)
+    block = triton.next_power_of_2(widest)
+    if loop:
+        block = max(_LOOP_BLOCK, triton.next_power_of_2(triton.cdiv(widest, _MOST_BLOCKS)))
     strides = scores.stride() if scored else (0, 0, 0)
     select_kernel[(lengths.numel(),)](
         scores if scored else None, seq_lens, page_table, pages, physical, lengths, *strides,
