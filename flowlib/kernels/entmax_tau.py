@@ -190,19 +190,19 @@ def _is_exact(
     p_bounds, s_page, first, last, p_pages, length, tau, a, PAGE: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Whether every scored page [first, last) whose bound exceeds tau is listed; a bound of NaN exceeds everything."""
-    above = tl.zeros((), tl.int32)
-    for o in tl.range(first, last, BW):
+    b_above = tl.zeros((BW,), tl.int32)
+    for o in tl.range(first, last, BW, loop_unroll_factor=4):
         o_w = o + tl.arange(0, BW)
         # [BW]
         b_bound = tl.load(p_bounds + o_w.to(tl.int64) * s_page, mask=o_w < last, other=float("-inf"))
-        above += tl.sum((~(a * b_bound <= tau)).to(tl.int32))
-    for o in tl.range(0, length, BW):
+        b_above += (~(a * b_bound <= tau)).to(tl.int32)
+    for o in tl.range(0, length, BW, loop_unroll_factor=2):
         o_w = o + tl.arange(0, BW)
         b_page = tl.load(p_pages + o_w, mask=o_w < length, other=-1)
         m_page = (b_page >= first) & (b_page < last)
         b_bound = tl.load(p_bounds + b_page.to(tl.int64) * s_page, mask=m_page, other=float("-inf"))
-        above -= tl.sum((~(a * b_bound <= tau)).to(tl.int32))
-    return above == 0
+        b_above -= (~(a * b_bound <= tau)).to(tl.int32)
+    return tl.sum(b_above) == 0
 
 
 @triton.jit
