@@ -41,22 +41,6 @@ def build_mha_pool(original: Callable[..., Any], self: Any, *args: Any, **kwargs
         return checked_pool(original(self, *args, **kwargs), setup)
 
 
-def build_oot_mha_pool(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``_build_oot_mha_kv_pool``: the out-of-tree platform's pool class gets the flow's fields."""
-    from sglang.srt.platforms import current_platform
-
-    with leaving_with_reason(getattr(self.server_args, "flow", None) or ""):
-        setup = setup_for(self)
-        if setup is None:
-            return original(self, *args, **kwargs)
-        made = pool_class(current_platform.get_mha_kv_pool_cls(), setup)
-        current_platform.get_mha_kv_pool_cls = lambda: made
-        try:
-            return checked_pool(original(self, *args, **kwargs), setup)
-        finally:
-            del current_platform.get_mha_kv_pool_cls
-
-
 def enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
     """AROUND ``enable_fused_set_kv_buffer``: no model writes K and V inside its RoPE kernel while a flow is served."""
     return False if _serves_flow() else original(*args, **kwargs)

@@ -33,7 +33,7 @@ TOUCHED = (
         "around",
         NATIVE,
         takes=("max_total_num_tokens",),
-        hook="flowlib.sglang.hooks.build_oot_mha_pool",
+        hook="flowlib.sglang.v0_5_16.hooks.build_oot_mha_pool",
     ),
     Touch(
         "sglang.srt.platforms.interface.SRTPlatform.get_mha_kv_pool_cls",
