@@ -65,7 +65,8 @@ def kill_group(process):
 def generate(folder, waves, env=None, timeout=200, **engine):
     """Starts an engine, sends it waves of prompts (lists of token ids) and returns its answers, wave by wave.
 
-    Each wave is ``(prompts, new_tokens)``; an answer has ``output_ids`` and ``cached_tokens``.
+    Each wave is ``(prompts, new_tokens)``; an answer has ``output_ids`` and ``cached_tokens``. What ``/server_info``
+    would say is left in ``info.json``.
     """
     job, answers = folder / "job.json", folder / "answers.json"
     folder.mkdir(parents=True, exist_ok=True)

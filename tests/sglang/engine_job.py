@@ -20,6 +20,8 @@ def main(job_path, answers_path):
         )
     with open(answers_path, "w") as file:
         json.dump(answers, file)
+    with open(os.path.join(os.path.dirname(answers_path), "info.json"), "w") as file:
+        json.dump(engine.get_server_info(), file, default=str)
     engine.shutdown()
 
 

@@ -1,4 +1,7 @@
-"""Flows inside stock SGLang on a CPU: chunked prefill, radix hits, the overlap schedule and ragged batches."""
+"""Flows inside stock SGLang on a CPU: chunked prefill, radix hits, the overlap schedule and ragged batches.
+
+An engine takes long to start: what does not differ between versions of SGLang is tested on one.
+"""
 
 import json
 import os
@@ -11,8 +14,6 @@ QUEST = "gqa_quest_sparse_attention"
 PAGE = 16
 NEW_TOKENS = 10
 TOP_K, BOS, EOS = 4, 2, 3
-STEPS = 2 * 8 * NEW_TOKENS
-"""Traced rows of two waves: the first token is the prefill's, and the overlap schedule runs one step past the last."""
 
 
 def waves(prompts):
@@ -20,25 +21,37 @@ def waves(prompts):
     return [[prompts, NEW_TOKENS], [[[*p, 5, 6, 7, 8, 9] for p in prompts], NEW_TOKENS]]
 
 
+def traced_rows(sglang):
+    """Rows of the traces of two waves: the first token is the prefill's."""
+    return 2 * 8 * (NEW_TOKENS - 1 + sglang.steps_past_the_end)
+
+
 @pytest.fixture(scope="module")
 def dense(tiny_model, prompts, tmp_path_factory):
+    """Answers of stock SGLang; one version answers for all, in fp32 they have the same tokens."""
     folder = tmp_path_factory.mktemp("dense")
     return generate(folder, waves(prompts), model_path=str(tiny_model), page_size=PAGE, chunked_prefill_size=256)
 
 
 @pytest.fixture(scope="module")
-def covering(tiny_model, prompts, tmp_path_factory):
-    """Answers and trace with a budget that covers every context."""
+def covering(sglang, tiny_model, prompts, tmp_path_factory):
+    """Answers, trace and ``/server_info`` with a budget that covers every context."""
     folder = tmp_path_factory.mktemp("covering")
     config = {"top_k": 90, "trace": {"path": str(folder / "trace.jsonl"), "mass": True}}
     answers = generate(
-        folder, waves(prompts), model_path=str(tiny_model), chunked_prefill_size=256, flow=QUEST, flow_config=config
+        folder,
+        waves(prompts),
+        sglang.environment(),
+        model_path=str(tiny_model),
+        chunked_prefill_size=256,
+        flow=QUEST,
+        flow_config=config,
     )
-    return answers, read_trace(folder / "trace.jsonl")
+    return answers, read_trace(folder / "trace.jsonl"), json.loads((folder / "info.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def small(tiny_model, prompts, tmp_path_factory):
+def small(sglang, tiny_model, prompts, tmp_path_factory):
     """Answers, trace and page check with a budget of a few pages."""
     folder = tmp_path_factory.mktemp("small")
     config = {"top_k": TOP_K, "bos": BOS, "eos": EOS, "trace": {"path": str(folder / "trace.jsonl"), "pages": True}}
@@ -46,7 +59,7 @@ def small(tiny_model, prompts, tmp_path_factory):
     answers = generate(
         folder,
         waves(prompts),
-        env,
+        sglang.environment(env),
         model_path=str(tiny_model),
         chunked_prefill_size=256,
         flow=QUEST,
@@ -64,24 +77,34 @@ def test_dense_tokens_vary(dense):
 
 
 def test_covering_budget_gives_the_dense_tokens(dense, covering):
-    answers, _ = covering
+    answers, _, _ = covering
     assert tokens(answers) == tokens(dense)
     hits = [answer["cached_tokens"] for answer in answers[1]]
     assert min(hits) > 200, f"the radix cache was not hit: {hits}"
 
 
-def test_covering_budget_attends_to_everything(covering):
-    _, trace = covering
-    assert sum(len(line["cached"]) for line in trace) == STEPS
+def test_covering_budget_attends_to_everything(covering, sglang):
+    _, trace, _ = covering
+    assert sum(len(line["cached"]) for line in trace) == traced_rows(sglang)
     for line in trace:
         for layer in line["layers"].values():
             assert layer["attended"] == [[pages] * 2 for pages in line["cached"]]
             assert all(abs(mass - 1.0) < 1e-4 for row in layer["mass"] for mass in row)
 
 
-def test_small_budget_attends_to_exactly_its_pages(small):
+def test_the_engine_tells_its_version_and_flow(covering, sglang):
+    _, _, info = covering
+    assert info["version"] == sglang.version
+    assert (info["flow"], info["decode_attention_backend"], info["page_size"]) == (QUEST, "flowlib", PAGE)
+    served = info["flow_served"]
+    assert served["budget"] == {"top_k": 90, "top_k_ratio": 0.0, "bos": 1, "eos": 1, "dense_below": 0, "page_size": 16}
+    nbytes = 2 * 2 * 2 * 64 * 4 // PAGE  # layers, kv heads, k_max and k_min of 64 float32 each
+    assert (served["flow"], served["sparse_layers"], served["field_bytes_per_token"]) == (QUEST, 2, nbytes)
+
+
+def test_small_budget_attends_to_exactly_its_pages(small, sglang):
     _, trace, _ = small
-    assert sum(len(line["cached"]) for line in trace) == STEPS
+    assert sum(len(line["cached"]) for line in trace) == traced_rows(sglang)
     budget = TOP_K + BOS + EOS
     for line in trace:
         assert set(line["layers"]) == {"0", "1"}

@@ -15,10 +15,12 @@ class SGLang:
     Args:
         version: its number.
         folder: where it lies, when it is not the environment's.
+        steps_past_the_end: decode steps that the overlap schedule runs for a request whose last token is on its way.
     """
 
     version: str
     folder: Path | None = None
+    steps_past_the_end: int = 0
 
     def environment(self, base=None):
         """Variables with which a process imports this version: those of `base` (``os.environ``), and a search path."""
@@ -37,4 +39,4 @@ class SGLang:
         pytest.fail(f"SGLang {self.version} is not in {self.folder}: run make env")
 
 
-VERSIONS = (SGLang("0.5.16"), SGLang("0.5.23", Path(sys.prefix) / "sglang-0.5.23"))
+VERSIONS = (SGLang("0.5.16", steps_past_the_end=1), SGLang("0.5.23", Path(sys.prefix) / "sglang-0.5.23"))
