@@ -186,7 +186,8 @@ def check_prefill(prefill: str | None, setup: FlowSetup, layers: list[Any]) -> N
             f"the model attends over latents alone, which --prefill-attention-backend {PLUGIN_NAME} can't prefill: "
             "choose another one"
         )
+    device = torch.empty(0, device=facts.device).device  # with its index, as tensors will have it
     for dims in sizes:
-        name = mla.resolve_attention("auto", setup.impl, facts.model_dtype, dims, facts.device)
-        mla.check_lse_base(name, setup.impl, facts.model_dtype, dims, facts.device)
+        name = mla.resolve_attention("auto", setup.impl, facts.model_dtype, dims, device)
+        mla.check_lse_base(name, setup.impl, facts.model_dtype, dims, device)
         logger.info("flowlib: prefill over a cached prefix goes in chunks, with %s attention of heads %s", name, dims)

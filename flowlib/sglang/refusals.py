@@ -76,6 +76,11 @@ MODELS = (
     Refusal(lambda m: m.has_attention_sinks, "attention sinks", "they add a term to the softmax"),
     Refusal(lambda m: m.attention_chunk_size, "chunked attention", "a token does not see its whole row"),
     Refusal(
+        lambda m: getattr(getattr(m, "hf_text_config", m.hf_config), "llama_4_scaling", None),
+        "a temperature by position (llama_4_scaling)",
+        "SGLang's MLA prefill with keys of each head leaves it out",
+    ),
+    Refusal(
         lambda m: getattr(m.hf_config, "dual_chunk_attention_config", None),
         "dual chunk attention",
         "a key's position depends on the query's",

@@ -219,7 +219,7 @@ TOUCHED = (
         reads=names(
             "head_dim v_head_dim num_attention_heads num_hidden_layers context_len dtype attention_arch hf_config "
             "is_encoder_decoder is_hybrid_swa has_attention_sinks attention_chunk_size get_num_kv_heads kv_lora_rank "
-            "qk_rope_head_dim"
+            "qk_rope_head_dim hf_text_config"
         ),
     ),
     Touch(

@@ -1,5 +1,6 @@
 """What can't be served right is refused by the name of its flag, model feature or layer."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -116,6 +117,11 @@ MODELS = [
     ("has_attention_sinks", True, "attention sinks"),
     ("attention_chunk_size", 8192, "chunked attention"),
     (
+        "hf_text_config",
+        SimpleNamespace(llama_4_scaling={"beta": 0.1}),
+        "a temperature by position (llama_4_scaling)",
+    ),
+    (
         "hf_config",
         SimpleNamespace(architectures=["SomeForCausalLM"], dual_chunk_attention_config={"chunk_size": 8192}),
         "dual chunk attention",
@@ -162,7 +168,7 @@ def test_variable_is_refused(name, monkeypatch):
 
 @pytest.mark.parametrize(("name", "value", "feature"), MODELS)
 def test_model_is_refused(name, value, feature):
-    with pytest.raises(BackendError, match=f"^SomeForCausalLM has {feature}, which --flow can't serve"):
+    with pytest.raises(BackendError, match=f"^SomeForCausalLM has {re.escape(feature)}, which --flow can't serve"):
         refusals.refuse_model(SimpleNamespace(**FINE_MODEL | {name: value}))
 
 
