@@ -7,7 +7,7 @@ import flowlib
 from flowlib.attention import Entmax
 from flowlib.core.entmax import solve
 from flowlib.entmax import gaussian_decode, topk_decode
-from flowlib.kernels import entmax, gaussian, select
+from flowlib.kernels import entmax, gaussian, select, select_above
 from flowlib.testing import gamma
 from tests.suites.entmax_decode import (  # noqa: F401
     test_a_cache_that_grows_drops_what_kernels_worked_in,
@@ -41,7 +41,7 @@ from tests.suites.row_ops import (  # noqa: F401
 
 KERNELS = [
     entmax.score_kernel, entmax.threshold_kernel, entmax.value_kernel, gaussian.gaussian_tau_kernel,
-    gaussian.tail_floor_kernel, select.select_kernel,
+    gaussian.tail_floor_kernel, select.select_kernel, select_above.select_above_kernel,
 ]  # fmt: skip
 
 
@@ -107,3 +107,41 @@ def test_a_decode_loop_neither_waits_nor_compiles(method, slopes, device):
     assert compiled() == before
     assert cache.seq_lens_host == (767, 504)
     assert out.isfinite().all()
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alpha: float, slopes: torch.Tensor | None) -> torch.Tensor:
+    """Entmax over whole rows in float64 ``[B, H_q, D]``, of k, v ``[B, H_kv, T, D]``."""
+    (rows, heads, _, size), tokens = q.shape, k.shape[2]
+    place = torch.arange(tokens, dtype=torch.float64, device=q.device) - (tokens - 1)
+    out = torch.zeros(rows, heads, size, dtype=torch.float64, device=q.device)
+    exponent = torch.tensor([alpha], dtype=torch.float64, device=q.device)
+    for b in range(rows):
+        for h in range(heads):
+            keys, values = (x[b, h * k.shape[1] // heads].double() for x in (k, v))
+            scores = keys @ q[b, h, 0].double() / size**0.5
+            scores += 0.0 if slopes is None else float(slopes[h]) * place
+            out[b, h] = solve(scores[None], exponent)[0][0] @ values
+    return out
+
+
+@pytest.mark.parametrize(("batch", "query_heads", "dtype"), [(1, 8, torch.float32), (8, 16, torch.float16)])
+@pytest.mark.parametrize("tokens", [1024, 2048, 8192, 16384, 64000])
+def test_sweep_of_the_public_suite(tokens, batch, query_heads, dtype, device):
+    """iid data, at the public suite's limits for relative errors; Gaussian selection from 2,048 tokens on."""
+    g = torch.Generator().manual_seed(tokens)
+    k, v = (torch.randn(1, 8, tokens, 64, generator=g).to(dtype).to(device).expand(batch, -1, -1, -1) for _ in "kv")
+    q = torch.randn(batch, query_heads, 1, 64, generator=g).to(dtype).to(device)
+    cache = flowlib.PagedKVCache(16, ("topk", "gaussian"), max_seq_len=tokens)
+    cache.initialize(k, v)
+    out, half, options = torch.empty_like(q), query_heads // 2, {"append_cache": False, "impl": "triton"}
+    nape = torch.tensor([2.0 ** (-8.0 * i / half) for i in range(1, half + 1)] + [0.0] * half, device=device)
+    for alpha in (1.5, 2.0):
+        for slopes in (None, nape):
+            truth = dense(q, k, v, alpha, slopes)
+            for coverage in (0.25, 0.5):
+                pages = max(2, round(coverage * tokens / 16))
+                topk_decode(q, cache, None, None, out, pages, slopes, alpha, **options)
+                assert (out[:, :, 0].double() - truth).norm() < 2 * (1 - coverage) * truth.norm()
+            for mode in ("exact", "corrected") if tokens >= 2048 else ():
+                gaussian_decode(q, cache, None, None, out, alpha, alibi_slopes=slopes, tau_mode=mode, **options)
+                assert (out[:, :, 0].double() - truth).norm() < 0.5 * truth.norm(), (alpha, mode, slopes is not None)
