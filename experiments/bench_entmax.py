@@ -163,6 +163,8 @@ class Bench:
             self.console.print(f"[{self._seconds():4.0f} s] time: {work.label}")
             try:
                 self._measure_work(work, peers)
+            except torch.cuda.OutOfMemoryError:
+                result.note(f"{work.label} does not fit the GPU's memory with what its kernels work in")
             except (TritonError, RuntimeError) as error:
                 self.failed = True
                 text = " ".join(f"{type(error).__name__}: {error}".split())[:300]

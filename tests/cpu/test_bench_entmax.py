@@ -184,6 +184,21 @@ def test_a_spent_time_budget(stand_in_clock, tmp_path):
     assert "1 x 40: skipped, the time budget of 0 s is spent" in text
 
 
+def test_what_does_not_fit_is_no_failure(stand_in_clock, tmp_path, monkeypatch):
+    """The smaller batch is gated and measured; the run says what it left out."""
+    add = Scene.add_cache
+
+    def full(self):
+        if self.work.batch > 1:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return add(self)
+
+    monkeypatch.setattr(Scene, "add_cache", full)
+    code, text, saved = run(tmp_path, TOPK, Work(2, 40), Work(1, 40), measured=True)
+    assert (code, [row["batch"] for row in saved["rows"]]) == (0, [1]), text
+    assert "2 x 40 does not fit the GPU's memory" in text
+
+
 def test_bytes_by_hand(monkeypatch):
     scene = Scene(TOPK, Work(1, 88), "cpu")
     cache = scene.add_cache()
