@@ -70,6 +70,32 @@ def memory():
     return [fields, setup.field_bytes_per_token * PAGES * 16]
 
 
+def built():
+    """The pools that SGLang's own builder makes with a flow and without, and whether its name is its own again."""
+    from sglang.srt.mem_cache import kv_cache_configurator as theirs
+
+    def pool(flow):
+        args = SimpleNamespace(
+            flow=flow, flow_config=None, page_size=16, enable_memory_saver=False, disable_radix_cache=False
+        )
+        model = SimpleNamespace(
+            attention_arch=SimpleNamespace(name="MLA"), kv_lora_rank=RANK, qk_rope_head_dim=ROPE, num_attention_heads=4,
+            num_hidden_layers=2, context_len=96, dtype=torch.float32,
+        )  # fmt: skip
+        layers = SimpleNamespace(start_layer=0, end_layer=2, num_effective_layers=2)
+        configurator = SimpleNamespace(
+            server_args=args, model_config=model, layer_info=layers, kv_cache_dtype=torch.float32, device="cpu",
+            is_draft_worker=False, page_size=16,
+        )  # fmt: skip
+        parallel = SimpleNamespace(attn_tp_size=1, attn_tp_rank=0)
+        with patch("sglang.srt.runtime_context.get_parallel", lambda: parallel):
+            return theirs.KVCacheConfigurator._build_mla_kv_pool(configurator, max_total_num_tokens=80)
+
+    ours, stock = pool("quest_mla"), pool(None)
+    names = [type(ours).__name__, sorted(ours.flow_fields[1]), type(stock).__name__]
+    return [*names, theirs.MLATokenToKVPool is MLATokenToKVPool]
+
+
 def refused():
     _, pool = make(16, torch.float32, torch.float32)
     loc = torch.tensor([20])
@@ -118,6 +144,7 @@ if __name__ == "__main__":
 
     load_plugins()
     answer = {"written": {f"{flow} {page}": written(flow, page) for flow, page in FLOWS}}
-    answer |= {"memory": memory(), "refused": refused(), "methods": latent_core.methods(), "gates": latent_core.gates()}
+    answer |= {"built": built(), "memory": memory(), "refused": refused()}
+    answer |= {"methods": latent_core.methods(), "gates": latent_core.gates()}
     answer |= {"prefills": [latent_core.prefill(*case) for case in latent_core.PREFILLS], "graph": latent_core.graph()}
     print("ANSWER", json.dumps(answer | {"left": left(json.loads(sys.argv[1]))}))

@@ -58,6 +58,10 @@ def test_fields_of_every_flow_follow_whole_latents_and_parts_of_latents(answer):
         assert found["compared"] >= 8
 
 
+def test_sglangs_own_builder_makes_the_pool_with_a_flow_alone(answer):
+    assert answer["built"] == ["FlowMLATokenToKVPool", ["latent_max", "latent_min"], "MLATokenToKVPool", True]
+
+
 def test_the_memory_budget_counts_the_fields(answer):
     fields, told = answer["memory"]
     assert fields == told == 2 * 2 * 576 * 2 * 6
@@ -105,7 +109,8 @@ def test_chunks_give_attention_over_the_whole_prefix(answer):
 
 def test_replayed_steps_by_kernels_give_the_reference(answer):
     said = answer["graph"]
-    assert said["worst"] <= 1e-5
+    # fp32 against fp32: sums of at most 96 terms of size about 1, in another order
+    assert said["worst"] <= 96 * 2**-23
     assert said["fields"] == 0.0
     assert said["counts"][0] == said["counts"][1]
     assert said["counts"][0]["sparse_steps"] > 0
