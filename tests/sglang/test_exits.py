@@ -2,10 +2,13 @@
 
 import json
 import sys
+from importlib import import_module
 
 import pytest
 
+from flowlib.sglang.versions import ADAPTERS
 from tests.sglang.engine import ENGINE, HERE, SERVE, SERVE_FLAGS, run, with_plugin
+from tests.sglang.latent_model import CONFIG
 
 CHECKS = """
 import json, sys
@@ -127,7 +130,15 @@ def hybrid_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def answers(sglang, tiny_model, hybrid_model):
+def latent_model(tmp_path_factory):
+    """Folder with the configuration of a model that keeps MLA latents."""
+    folder = tmp_path_factory.mktemp("latent")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(sglang, tiny_model, hybrid_model, latent_model):
     """What becomes of each case, and of some good arguments, in one process."""
     good = {
         "defaults": _words(tiny_model, "--flow", QUEST),
@@ -139,6 +150,7 @@ def answers(sglang, tiny_model, hybrid_model):
         "state, no radix cache": _words(tiny_model, *CASES["state"][0], "--disable-radix-cache"),
         "no flow at all": _words(tiny_model),
         "hybrid": _words(hybrid_model, "--flow", QUEST, "--disable-radix-cache"),
+        "latents": _words(latent_model, "--flow", "quest_mla"),
     }
     cases = {name: _words(tiny_model, *words) for name, (words, _) in CASES.items()} | good
     ended = run([sys.executable, "-c", CHECKS, json.dumps(list(cases.values()))], timeout=200, env=sglang.environment())
@@ -170,6 +182,14 @@ def test_without_a_flow_nothing_changes(answers):
 
 def test_a_hybrid_model_is_refused_before_its_weights_are_read(answers):
     assert "Qwen3NextForCausalLM has recurrent layers (Mamba or linear attention)" in answers["hybrid"]["left"]
+
+
+def test_latents_are_refused_by_a_version_that_does_not_serve_them(answers, sglang):
+    if import_module(ADAPTERS[sglang.version]).LATENTS:
+        assert answers["latents"]["args"][0] == "quest_mla"
+    else:
+        said = f"flows over MLA latents are served by SGLang 0.5.16, found {sglang.version}"
+        assert answers["latents"]["left"] == f"flowlib: can't serve --flow quest_mla: {said}"
 
 
 def test_the_command_line_exits_non_zero_with_the_message(tiny_model):
