@@ -28,9 +28,7 @@ from flowlib.entmax.selection import Selection, certified_exact, pack, topk_sele
 DEVICE = "flowlib.entmax.device"
 """What decodes by kernels; imported late, it imports this module's names."""
 Options = TypeVar("Options")
-Implementation = Callable[
-    ["Step", Options, list[bool], int, torch.Tensor, "list[DecodeInfo] | None"], torch.Tensor
-]
+Implementation = Callable[["Step", Options, list[bool], int, torch.Tensor, "list[DecodeInfo] | None"], torch.Tensor]
 """Decodes the rows of a step with some options into a tensor: which rows exactly, and below how many tokens."""
 
 
@@ -193,8 +191,7 @@ class Step:
     Attributes:
         q: ``[B, H_q, D]``.
         cache: whose pool is read.
-        given_alpha, given_slopes: as they were given, checked; tensors of them are made where they are looked at, which
-            costs a launch.
+        given_alpha, given_slopes: checked; tensors of them are made where they are looked at, which costs a launch.
         rows: int64 ``[B]``, the rows of the cache that q stands for; ``None`` means all.
         same_alpha: alpha, where all heads have the same.
     """
@@ -212,16 +209,10 @@ class Step:
         return checks.alphas("decode", self.given_alpha, self.q.shape[1:2], self.q.device)
 
     @property
-    def biased(self) -> bool:
-        """Whether there are slopes."""
-        return self.given_slopes is not None
-
-    @property
     def slopes(self) -> torch.Tensor:
         """``[H_q]``."""
-        if self.given_slopes is None:
-            return self.q.new_zeros(self.q.shape[1], dtype=checks.computed_in(self.q, self.cache.kv))
-        return self.given_slopes
+        zeros = {"size": self.q.shape[1:2], "dtype": checks.computed_in(self.q, self.cache.kv)}
+        return self.q.new_zeros(**zeros) if self.given_slopes is None else self.given_slopes
 
     def only(self, rows: list[int]) -> Step:
         """Some of the rows."""

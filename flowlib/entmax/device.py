@@ -80,8 +80,8 @@ def _run(
         cache.scratch[key] = store, plan.allocate(cache.batch, cache.max_pages, step.q.device)
     store, scratch = cache.scratch[key]
     work = dict(scratch.workspace)
-    if step.biased:
-        work["alibi_slopes"] = step.slopes.to(torch.float32)
+    if step.given_slopes is not None:
+        work["alibi_slopes"] = step.given_slopes.to(torch.float32)
     if by_head:
         work["a_of_head"] = (step.alpha - 1.0).to(torch.float32)
     done = replace(scratch, o=out[:, :, 0], workspace=work)
@@ -103,7 +103,7 @@ def _spec(step: Step) -> Spec:
     return Spec(
         page_size=step.cache.page_size, head_dim=kv.shape[4], group_size=heads // kv.shape[3], num_kv_heads=kv.shape[3],
         kv_dtype=kv.dtype, top_k=0, bos=0, eos=1, max_pages=step.cache.max_pages, max_batch=step.cache.batch,
-        alibi_slopes=(1.0,) * heads if step.biased else None,
+        alibi_slopes=(1.0,) * heads if step.given_slopes is not None else None,
     )  # fmt: skip
 
 
