@@ -1,7 +1,8 @@
 """Split-KV softmax attention over page lists of MLA latents, which are keys and, in their first channels, values.
 
 A program is a (list, head tile, split), as in :mod:`flowlib.kernels.attend`, but one tile of latents, loaded once,
-serves both products of as many heads as fit: up to 64, where attend reads K and V for 16.
+serves both products of as many heads as fit: up to 64, where attend reads K and V for 16. Splits are merged by a kernel
+of its own: outputs of 512 channels and 64 heads are too much for the last program of a list alone.
 """
 
 from __future__ import annotations
@@ -15,27 +16,46 @@ from flowlib.kernels.attend import _LOW_PRECISION, _merge
 from flowlib.kernels.pdl import begin, options
 
 _MIN_SPLIT_TOKENS = 128
-_PROGRAMS = 264  # a program fills a multiprocessor; two rounds of them on a large GPU
+_MULTIPROCESSORS = 132
+_RESIDENT = {16: 2, 32: 1, 64: 1}  # programs of so many heads that a multiprocessor holds
 # bytes a channel -> query heads a program -> (tokens a tile, warps, pipeline stages): the largest that compile for
 # latents of 576 channels without spills, on sm_80, sm_90 and sm_100; not timed yet
 _TILES = {
     1: {16: (32, 4, 3), 32: (32, 8, 2)},
-    2: {16: (32, 4, 3), 32: (64, 8, 2), 64: (32, 8, 2)},
+    2: {16: (32, 4, 3), 32: (32, 8, 3), 64: (32, 8, 3)},
     4: {16: (16, 8, 2)},
 }
+_STAGES_OF_SM_100 = 2  # of 64 heads: its tiles take more shared memory
 _LARGEST_ROW = 640  # channels, padded; tiles of longer latents are cut to 16 tokens
-_MERGED_HEADS = 16  # at a time, so that merging takes no more registers than attention
+
+
+@triton.jit
+def _find(
+    p_pages, p_physical, p_table, o_t, last, seq_len, PAGE: tl.constexpr, EVERY: tl.constexpr, PHYSICAL: tl.constexpr
+):
+    """Physical pages of some positions of a list, -1 where no token of the row is."""
+    m_t = o_t < last
+    # [BT]
+    if EVERY:
+        b_page = o_t // PAGE
+    else:
+        b_page = tl.load(p_pages + o_t // PAGE, mask=m_t, other=0)
+    # [BT]
+    if PHYSICAL:  # then no load here waits for another one
+        b_physical = tl.load(p_physical + o_t // PAGE, mask=m_t, other=0)
+    else:
+        b_physical = tl.load(p_table + b_page, mask=m_t, other=0)
+    return tl.where(m_t & (b_page * PAGE + o_t % PAGE < seq_len), b_physical, -1)
 
 
 @triton.jit
 def attend_mla_kernel(
-    p_q, p_c, p_table, p_seq_lens, p_pages, p_physical, p_lengths, p_o, p_lse, p_partial_o, p_partial_lse, p_arrived,
+    p_q, p_c, p_table, p_seq_lens, p_pages, p_physical, p_lengths, p_o, p_lse, p_partial_o, p_partial_lse,
     qk_scale, v_scale, s_q_b, s_q_h, s_c_t, s_o_b, s_o_h, s_lse_b, s_lse_h, s_table, W, M,
     G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr,
     TYPE: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
-    EVERY: tl.constexpr, SELECTED: tl.constexpr, SPLIT: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr,
-    PHYSICAL: tl.constexpr, PDL: tl.constexpr,
+    EVERY: tl.constexpr, SELECTED: tl.constexpr, SPLIT: tl.constexpr, PHYSICAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_tiles: tl.constexpr = (HEADS + BH - 1) // BH
     i_list, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
@@ -78,22 +98,15 @@ def attend_mla_kernel(
     b_sum = tl.zeros((BH,), tl.float32)
     b_o = tl.zeros((BH, BR), tl.float32)
 
+    p_list = None if EVERY else p_pages + i_list * M
+    p_found = p_physical + i_list * M if PHYSICAL else None
+    p_row = p_table + i_b * s_table
+    # a tile's pages are found a tile earlier: latents whose address waits for another load would not be prefetched
+    b_next = _find(p_list, p_found, p_row, first + tl.arange(0, BT), last, seq_len, PAGE, EVERY, PHYSICAL)
     for o in tl.range(first, last, BT):
         o_t = o + tl.arange(0, BT)
-        m_t = o_t < last
-        # [BT]
-        if EVERY:
-            b_page = o_t // PAGE
-        else:
-            b_page = tl.load(p_pages + i_list * M + o_t // PAGE, mask=m_t, other=0)
-        # [BT]
-        if PHYSICAL:  # then no load here waits for another one
-            b_physical = tl.load(p_physical + i_list * M + o_t // PAGE, mask=m_t, other=0)
-        else:
-            b_physical = tl.load(p_table + i_b * s_table + b_page, mask=m_t, other=0)
-        b_slot = b_physical.to(tl.int64) * PAGE + o_t % PAGE
-        m_t = m_t & (b_page * PAGE + o_t % PAGE < seq_len)
-
+        b_slot, m_t = b_next.to(tl.int64) * PAGE + o_t % PAGE, b_next >= 0
+        b_next = _find(p_list, p_found, p_row, o_t + BT, last, seq_len, PAGE, EVERY, PHYSICAL)
         p_ct = p_c + b_slot[:, None] * s_c_t
         # [BT, BR]
         if whole_rows:
@@ -126,16 +139,20 @@ def attend_mla_kernel(
         o_row = (i_b * G + o_hq) * n_splits + i_split
         tl.store(p_partial_o + o_row[:, None] * R + o_r[None, :], b_o, mask=m_o)
         tl.store(p_partial_lse + o_row, b_lse, mask=m_g)
-        tl.debug_barrier()  # the other warps' stores come before the count of one
-        p_arrived += i_list * n_tiles + i_tile
-        if tl.atomic_add(p_arrived, 1, sem="acq_rel") == n_splits - 1:
-            tl.store(p_arrived, 0)
-            n_heads = tl.minimum(HEADS - i_tile * BH, BH)
-            for i_g in tl.range(0, n_heads, BG):
-                _merge(
-                    p_partial_o, p_partial_lse, p_o, p_lse, i_b, i_lane + i_tile * BH + i_g,
-                    tl.minimum(n_heads - i_g, BG), n_splits, s_o_b, s_o_h, s_lse_b, s_lse_h, G, R, BR, 0, BG, BS,
-                )  # fmt: skip
+
+
+@triton.jit
+def merge_mla_kernel(
+    p_partial_o, p_partial_lse, p_o, p_lse, n_splits, s_o_b, s_o_h, s_lse_b, s_lse_h,
+    G: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program merges the splits of one query head."""
+    begin(PDL)
+    i_b, i_hq = tl.program_id(0).to(tl.int64) // G, tl.program_id(0) % G
+    _merge(
+        p_partial_o, p_partial_lse, p_o, p_lse, i_b, i_hq, 1, n_splits, s_o_b, s_o_h, s_lse_b, s_lse_h, G, R, BR, 0, 1,
+        BS,
+    )  # fmt: skip
 
 
 def head_tile(heads: int, itemsize: int) -> int:
@@ -146,13 +163,14 @@ def head_tile(heads: int, itemsize: int) -> int:
 def num_splits(max_selected_pages: int, page_size: int, lists: int, heads: int, itemsize: int) -> int:
     """How many programs share one list of `heads` query heads; a heuristic.
 
-    Enough that all lists give a large GPU some 264 programs, and no split shorter than 128 tokens of the longest list;
-    as few as do the same work in the same time.
+    So many that the programs' rounds on a large GPU times the length of a program are least, and as few as do that; no
+    split is shorter than 128 tokens of the longest list.
     """
     tiles = max(1, -(-max_selected_pages * page_size // _MIN_SPLIT_TOKENS))
-    programs = max(lists * -(-heads // head_tile(heads, itemsize)), 1)
-    wanted = max(1, min(tiles, _PROGRAMS // programs))
-    return -(-tiles // -(-tiles // wanted))
+    tile = head_tile(heads, itemsize)
+    programs, at_once = max(lists * -(-heads // tile), 1), _MULTIPROCESSORS * _RESIDENT[tile]
+    most = min(tiles, max(1, 2 * at_once // programs))
+    return min(range(1, most + 1), key=lambda n: (-(-programs * n // at_once) * -(-tiles // n), n))
 
 
 def launch_attend_mla(
@@ -174,8 +192,7 @@ def launch_attend_mla(
         o: ``[bs, H_q, Dv]``, written; lse fp32 ``[bs, H_q]``, written, natural logarithm. An empty row gives 0, -inf.
         partial_o: fp32 ``[bs, H_q, num_splits, Dv]``, partial_lse fp32 ``[bs, H_q, num_splits]``, contiguous; scratch,
             None with one split.
-        arrived: int32, an element for each list and each 16 query heads of it, zero before and after; None with one
-            split.
+        arrived: not used; other attention kernels count splits in it.
         num_kv_heads: 1; alibi_slopes None: positions are in the latents.
         scale: factor of q . k; k_scale, v_scale: what one unit of a stored latent stands for.
         physical: int32 like pages, the physical pages of the lists; None to look them up in the page table.
@@ -194,15 +211,19 @@ def launch_attend_mla(
     itemsize = 4 if dtype == tl.float32 else k.element_size()
     head_block, block, warps, stages = tile or built_in_tile(heads, itemsize, rank, size)
     attend_mla_kernel[(q.shape[0] * num_kv_heads * lanes * triton.cdiv(heads, head_block), num_splits)](
-        q, k, page_table, seq_lens, pages, physical, lengths, o, lse, partial_o, partial_lse, arrived,
+        q, k, page_table, seq_lens, pages, physical, lengths, o, lse, partial_o, partial_lse,
         scale * k_scale * 1.4426950408889634, v_scale,
         *q.stride()[:2], k.stride(0), *o.stride()[:2], *lse.stride(),
         page_table.stride(0), page_table.shape[1], 0 if pages is None else pages.shape[-1],
         G=group_size, LANES=lanes, PAGE=page_size, D=size, R=rank, BR=b_r, BE=b_e, TYPE=dtype, HEADS=heads,
-        BH=head_block, BT=block, EVERY=every, SELECTED=selected, SPLIT=num_splits > 1,
-        BG=min(_MERGED_HEADS, triton.next_power_of_2(heads)), BS=triton.next_power_of_2(num_splits),
-        PHYSICAL=physical is not None, num_warps=warps, num_stages=stages, **options(pdl),
+        BH=head_block, BT=block, EVERY=every, SELECTED=selected, SPLIT=num_splits > 1, PHYSICAL=physical is not None,
+        num_warps=warps, num_stages=stages, **options(pdl),
     )  # fmt: skip
+    if num_splits > 1:
+        merge_mla_kernel[(q.shape[0] * group_size,)](
+            partial_o, partial_lse, o, lse, num_splits, *o.stride()[:2], *lse.stride(), G=group_size, R=rank, BR=b_r,
+            BS=triton.next_power_of_2(num_splits), num_warps=4, **options(pdl),
+        )  # fmt: skip
 
 
 def built_in_tile(heads: int, itemsize: int, rank: int, size: int) -> tuple[int, int, int, int]:
@@ -210,6 +231,9 @@ def built_in_tile(heads: int, itemsize: int, rank: int, size: int) -> tuple[int,
     head_block = head_tile(heads, itemsize)
     block, warps, stages = _TILES[itemsize][head_block]
     row = _padded(rank) + (_padded(size - rank) if size > rank else 0)
+    if head_block == 64 and not triton.knobs.runtime.interpret:
+        if triton.runtime.driver.active.get_current_target().arch >= 100:
+            stages = _STAGES_OF_SM_100
     return head_block, 16 if row > _LARGEST_ROW else block, warps, stages
 
 

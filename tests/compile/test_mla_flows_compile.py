@@ -1,5 +1,7 @@
 """Kernels of flows over MLA latents compiled for three generations of GPU, on a machine without one."""
 
+import re
+
 import pytest
 import torch
 
@@ -27,6 +29,11 @@ def judge(kernels, target: str) -> None:
         assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT[target], kernel
 
 
+def copies_ahead(ptx: str) -> bool:
+    """Whether a loop waits for a tile while copies of a later one go on."""
+    return any(int(n) > 0 for n in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx))
+
+
 def attend(heads=16, page=16, dtype=BF16, kv_dtype=BF16, rank=512, size=576, splits=4, lanes=1, physical=True, **how):
     rows, slots, selected = 2, 4096, 130
     latent = torch.empty(slots, 1, size, dtype=kv_dtype)
@@ -49,9 +56,11 @@ def test_attention(heads, target):
             attend(heads, page, selected=True, pdl=pdl)
         attend(heads, splits=1, physical=False)
         attend(heads, physical=False, every=True, pdl=pdl)
-    assert len(kernels) == 4
     judge(kernels, target)
-    assert all(kernel.matrix_ops for kernel in kernels), "16-bit attention runs on tensor cores"
+    attention = [kernel for kernel in kernels if kernel.name == "attend_mla_kernel"]
+    assert len(attention) == 4
+    assert all(kernel.matrix_ops for kernel in attention), "16-bit attention runs on tensor cores"
+    assert all(copies_ahead(k.ptx) for k in attention if k.num_stages > 2), "the next tile is on its way"
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -83,6 +92,7 @@ def test_flow(name, target):
             plan.launch(q, pool, batch, plan.allocate(2, plan.spec.max_pages, "cpu"), torch.zeros(2, dtype=torch.int64))
         names = {kernel.name for kernel in kernels}
         assert {"update", "score", "select_kernel", "attend_mla_kernel"} <= names
+        assert ("merge_mla_kernel" in names) == (page > 1), "66 tokens are one split"
         assert ("score_and_update" in names) == (page == 1), "large pages are updated in a launch of their own"
         judge(kernels, target)
 
@@ -91,4 +101,4 @@ def test_lengths_are_no_reason_to_compile_again():
     with compile_only("sm_90") as kernels:
         for splits in (4, 3):
             attend(splits=splits)
-    assert len(kernels) == 1
+    assert [kernel.name for kernel in kernels] == ["attend_mla_kernel", "merge_mla_kernel"]
