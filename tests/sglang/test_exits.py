@@ -32,6 +32,8 @@ for words, keywords in json.loads(sys.argv[1]):
         answers.append({"args": chosen})
     except SystemExit as left:
         answers.append({"left": str(left.code)})
+    except TypeError as wrong:
+        answers.append({"left": f"TypeError: {wrong}"})
 print("ANSWER", json.dumps(answers))
 """
 """Many argument lists in one process: SGLang takes seconds to import."""
@@ -147,6 +149,7 @@ def answers(sglang, tiny_model, hybrid_model, latent_model):
         "prefill given": _words(tiny_model, "--flow", QUEST, "--attention-backend", "torch_native"),
         "keywords": _keywords(tiny_model, flow=QUEST, flow_config={"top_k": 3}),
         "keyword text": _keywords(tiny_model, flow=QUEST, flow_config='{"top_k": 3}'),
+        "what only flowlib says": _keywords(tiny_model, flow_served={"flow": QUEST}),
         "state, no radix cache": _words(tiny_model, *CASES["state"][0], "--disable-radix-cache"),
         "no flow at all": _words(tiny_model),
         "hybrid": _words(hybrid_model, "--flow", QUEST, "--disable-radix-cache"),
@@ -174,6 +177,10 @@ def test_the_flow_chooses_backend_and_page_size_only_when_they_are_not_given(ans
     assert answers["state, no radix cache"]["args"][0] == "running_mean"
     assert answers["keywords"]["args"] == answers["keyword text"]["args"]
     assert answers["keywords"]["args"][1] == '{"top_k": 3}'
+
+
+def test_what_is_served_can_not_be_said(answers):
+    assert "flow_served" in answers["what only flowlib says"]["left"]
 
 
 def test_without_a_flow_nothing_changes(answers):
