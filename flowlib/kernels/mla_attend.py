@@ -13,9 +13,11 @@ import triton.language as tl
 
 _LOG2E = 1.4426950408889634
 _LOW_PRECISION = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16}
-# query rows a tile -> (keys a tile, warps, stages); what spills nothing at 192 and 128 lanes
-_TILES = {16: (64, 4, 2), 64: (64, 4, 2), 128: (64, 8, 2)}
-_TILES_BEFORE_SM_90 = {16: (64, 4, 2), 64: (32, 4, 3), 128: (32, 8, 3)}
+# query rows a tile -> (keys a tile, warps, stages); what spills nothing at 192 and 128 lanes. From 3 stages on the next
+# keys are on their way while a tile is computed; two programs of 64 rows share a multiprocessor instead. Not timed yet.
+_TILES = {16: (64, 4, 4), 64: (64, 4, 2), 128: (64, 8, 3)}
+_TILES_BEFORE_SM_90 = {16: (64, 4, 3), 64: (32, 4, 3), 128: (32, 8, 3)}
+_LANES = 320  # of a key and a value; with more, two stages fill the memory
 _WIDE_TILES = {16: (16, 8, 2)}
 
 
@@ -154,7 +156,7 @@ def launch_attend_ragged(
     dv0, dv1 = _cut(v.shape[-1])
     same = q.dtype == k.dtype == v.dtype
     wide = _LOW_PRECISION.get(str(q.dtype), tl.float32) if same else tl.float32
-    rows, block, warps, stages = tile or built_in_tile(wide, max_query_len)
+    rows, block, warps, stages = tile or built_in_tile(wide, max_query_len, d0 + d1 + dv0 + dv1)
     attend_ragged_kernel[(triton.cdiv(max_query_len, rows), q.shape[1], query_start_loc.shape[0] - 1)](
         q, k, v, query_start_loc, kv_start_loc, o, lse, scale * _LOG2E,
         *q.stride(), *k.stride(), *v.stride(), *o.stride(), *lse.stride(),
@@ -163,15 +165,16 @@ def launch_attend_ragged(
     )  # fmt: skip
 
 
-def built_in_tile(wide: tl.dtype, max_query_len: int) -> tuple[int, int, int, int]:
-    """Query rows a program, keys a tile, warps and stages, for operands of dtype `wide`."""
+def built_in_tile(wide: tl.dtype, max_query_len: int, lanes: int) -> tuple[int, int, int, int]:
+    """Query rows a program, keys a tile, warps and stages: operands of dtype `wide`, `lanes` of a key and a value."""
     tiles = _WIDE_TILES
     if wide != tl.float32:
         interpreted = triton.knobs.runtime.interpret
         older = not interpreted and triton.runtime.driver.active.get_current_target().arch < 90
         tiles = _TILES_BEFORE_SM_90 if older else _TILES
     rows = next((rows for rows in tiles if max_query_len <= rows), max(tiles))
-    return rows, *tiles[rows]
+    keys, warps, stages = tiles[rows]
+    return rows, keys, warps, min(stages, 2) if tiles is _TILES and lanes > _LANES else stages
 
 
 def _cut(size: int) -> tuple[int, int]:
