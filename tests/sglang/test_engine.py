@@ -26,7 +26,7 @@ def traced_rows(sglang):
     return 2 * 8 * (NEW_TOKENS - 1 + sglang.steps_past_the_end)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def dense(tiny_model, prompts, tmp_path_factory):
     """Answers of stock SGLang; one version answers for all, in fp32 they have the same tokens."""
     folder = tmp_path_factory.mktemp("dense")
