@@ -162,6 +162,7 @@ class MlaBench:
             for row in bench.run(part, shape):
                 self.result.prefill.append(row)
             self.result.verdicts += bench.verdicts[before:]
+            self.failed |= bench.failed
             if not self.result.green:
                 return
             save(self.result, self.settings.out, picture=False)

@@ -135,7 +135,11 @@ class PrefillBench:
         l2: bytes of the L2.
         rates: bytes a second read and operations a second, or None for the gate alone.
         compile_missing: let FlashInfer compile.
-        told: called with each verdict's list and each note.
+        note: called with each note.
+
+    Attributes:
+        verdicts: of the gate, so far.
+        failed: whether one of flowlib's variants could not be timed.
     """
 
     device: str
@@ -145,6 +149,7 @@ class PrefillBench:
     compile_missing: bool
     note: Callable[[str], None]
     verdicts: list[Verdict] = field(default_factory=list)
+    failed: bool = False
 
     def run(self, part: str, shape: PrefillShape) -> Iterator[PrefillRow]:
         """Rows of a shape; a red verdict on one of flowlib's variants ends it."""
@@ -161,13 +166,23 @@ class PrefillBench:
                 self.note(f"{name} is not measured at {_where(shape)}: {short(error)}")
                 continue
             if self._passes(variant, problem, found) and self.rates is not None:
-                yield measure(part, variant, problem, self.seconds, self.rates)
+                yield from self._measured(part, variant, problem, self.rates)
             if any(not v.ok for v in self.verdicts):
                 return
             del variant
             gc.collect()
             if cuda:
                 torch.cuda.empty_cache()
+
+    def _measured(
+        self, part: str, variant: Variant, problem: PrefillProblem, rates: tuple[float, float]
+    ) -> Iterator[PrefillRow]:
+        """A variant's row; none, and a note, where it cannot be timed: for want of memory, or in a graph."""
+        try:
+            yield measure(part, variant, problem, self.seconds, rates)
+        except (*FAILURES, TritonError) as error:
+            self.failed |= variant.own
+            self.note(f"{variant.name} is not timed at {_where(problem.shape)}: {short(error)}")
 
     def _passes(self, variant: Variant, problem: PrefillProblem, found: list[Sample]) -> bool:
         """Whether a variant's sampled rows are right; another library's wrong ones are noted and not timed."""

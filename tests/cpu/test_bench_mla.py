@@ -401,6 +401,22 @@ def test_a_wrong_library_is_told_and_not_timed(stand_in_clock, libraries, monkey
     assert not bench.verdicts, "another library's fault is not flowlib's"
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_variant_that_cannot_be_timed_does_not_take_the_others_along(own, stand_in_clock, monkeypatch):
+    def measure(part, variant, *_):
+        variant.own = own
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(prefill, "measure", measure)
+    notes: list[str] = []
+    bench = prefill.PrefillBench("cpu", 0.01, 512, (4e12, 8e14), False, notes.append)
+    assert not list(bench.run("prefill", PAIR))
+    told = [note for note in notes if "is not timed at" in note]
+    assert [note.split(" is")[0] for note in told] == ["chunked, triton", "absorbed, flowlib decode kernel"]
+    assert all(note.endswith("out of memory") for note in told)
+    assert bench.failed == own
+
+
 def test_the_loop_asked_for_by_name_says_why_it_cannot_run():
     problem = prefill_problem(ALONE, "cpu")
     with pytest.raises(BackendError, match="flashinfer"):
