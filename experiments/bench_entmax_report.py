@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench_entmax_measure import FLASHINFER, OWN_SOFTMAX, STAGES, Row, Sample
 from bench_entmax_scene import GAUSSIAN
-from bench_gate import Verdict
-from bench_report import gate_table
+from bench_result import BenchResult, gate_table
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -27,42 +25,24 @@ LONG_TOKENS, LONG_SOFTMAX, LONG_FULL = 1 << 20, 3.5, 5.0
 
 
 @dataclass
-class Result:
+class Result(BenchResult):
     """Everything a run found.
 
     Attributes:
-        machine: GPU, versions.
-        settings: the command line.
         fixed: tokens of the work that shows the fixed cost; 0 without one.
-        verdicts: of the gate.
         bandwidth: ``read`` and ``copy``, bytes a second; empty until measured.
         rows: one per batch and length.
-        notes: what was not measured, and why.
     """
 
-    machine: dict[str, object]
-    settings: dict[str, object]
     fixed: int = 0
-    verdicts: list[Verdict] = field(default_factory=list)
     bandwidth: dict[str, float] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def green(self) -> bool:
-        """Whether the gate saw something and nothing wrong."""
-        return bool(self.verdicts) and all(v.ok for v in self.verdicts)
 
     @property
     def fixed_us(self) -> float | None:
         """The time of the step over the shortest context; a step costs that whatever it reads."""
         own = [row.step.median for row in self.rows if (row.batch, row.tokens) == (1, self.fixed)]
         return own[0] if own else None
-
-    def note(self, text: str) -> None:
-        """Adds a note once."""
-        if text not in self.notes:
-            self.notes.append(text)
 
 
 def goals(row: Row) -> str:
@@ -142,17 +122,12 @@ def _speeds(result: Result, console: Console) -> None:
 
 def as_json(result: Result) -> dict[str, Any]:
     """The result; behind a red gate nothing but the gate."""
-    found: dict[str, Any] = {
-        "machine": result.machine,
-        "settings": result.settings,
-        "gate": {"green": result.green, "verdicts": [dataclasses.asdict(v) for v in result.verdicts]},
-        "notes": result.notes,
-    }
-    if result.green:
-        found["bandwidth_bytes_per_second"] = result.bandwidth
-        found["fixed_us"] = result.fixed_us
-        found["rows"] = [_row_json(row) for row in result.rows]
-    return found
+    return result.as_json(
+        lambda: {
+            "bandwidth_bytes_per_second": result.bandwidth, "fixed_us": result.fixed_us,
+            "rows": [_row_json(row) for row in result.rows],
+        }
+    )  # fmt: skip
 
 
 def _row_json(row: Row) -> dict[str, Any]:
@@ -162,28 +137,11 @@ def _row_json(row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _finite(value: Any) -> Any:
-    """What JSON can hold: infinities and NaN as text."""
-    if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def save(result: Result, folder: Path, method: str, picture: bool = True) -> list[Path]:
     """Writes ``bench_entmax_<method>.json`` and, if asked, with matplotlib and a green gate, the ``.png``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path, drawn = (folder / f"bench_entmax_{method}.{end}" for end in ("json", "png"))
-    drawn.unlink(missing_ok=True)
-    wanted = picture and result.green and bool(result.rows)
-    if wanted:
-        try:
-            draw(result.rows, drawn)
-        except ImportError:
-            result.note("matplotlib is not installed: no picture")
-    path.write_text(json.dumps(_finite(as_json(result)), indent=1) + "\n", encoding="utf-8")
-    return [path, drawn] if drawn.exists() else [path]
+    wanted = picture and result.green and result.rows
+    paint = (lambda path: draw(result.rows, path)) if wanted else None
+    return result.save(folder, f"bench_entmax_{method}", as_json(result), paint)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench_gate import Verdict
 from bench_measure import STAGES
 from bench_mla_decode import OWN, LatentRow
 from bench_mla_prefill import PrefillRow
 from bench_mla_shapes import WORKSPACE_ROWS
 from bench_mla_tiles import TileRow
-from bench_report import gate_table, plain
+from bench_result import BenchResult, gate_table
 from bench_timing import Timed
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -29,43 +27,25 @@ PREFILL_GOAL, SCHEDULE_GOAL, DECODE_GOAL = 1.5, 3.0, 4.0
 
 
 @dataclass
-class Result:
+class Result(BenchResult):
     """Everything a run found.
 
     Attributes:
-        machine: GPU, versions.
-        settings: the command line.
-        verdicts: of the gate.
         rates: ``read`` and ``copy`` bytes and ``matmul`` operations a second; empty until measured.
         prefill: rows of prefill and of schedules.
         decode: rows of flows.
         tiles: rows of tile sizes.
-        notes: what was not measured, and why.
     """
 
-    machine: dict[str, object]
-    settings: dict[str, object]
-    verdicts: list[Verdict] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)
     prefill: list[PrefillRow] = field(default_factory=list)
     decode: list[LatentRow] = field(default_factory=list)
     tiles: list[TileRow] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def green(self) -> bool:
-        """Whether the gate saw something and nothing wrong."""
-        return bool(self.verdicts) and all(v.ok for v in self.verdicts)
 
     @property
     def timed(self) -> bool:
         """Whether there is a number."""
         return bool(self.prefill or self.decode or self.tiles)
-
-    def note(self, text: str) -> None:
-        """Adds a note once."""
-        if text not in self.notes:
-            self.notes.append(text)
 
 
 @dataclass(frozen=True)
@@ -221,19 +201,15 @@ def render(result: Result, console: Console) -> None:
 
 def as_json(result: Result) -> dict[str, Any]:
     """The result; behind a red gate nothing but the gate."""
-    found: dict[str, Any] = {
-        "machine": result.machine,
-        "settings": result.settings,
-        "gate": {"green": result.green, "verdicts": [dataclasses.asdict(v) for v in result.verdicts]},
-        "notes": result.notes,
-    }
-    if result.green:
-        found["rates_per_second"] = result.rates
-        for name in ("prefill", "decode"):
-            found[name] = [_row_json(row) for row in getattr(result, name)]
-        found["tiles"] = [dataclasses.asdict(row) for row in result.tiles]
-        found["goals"] = [dataclasses.asdict(goal) | {"met": goal.met} for goal in goals(result)]
-    return found
+    return result.as_json(
+        lambda: {
+            "rates_per_second": result.rates,
+            "prefill": [_row_json(row) for row in result.prefill],
+            "decode": [_row_json(row) for row in result.decode],
+            "tiles": [dataclasses.asdict(row) for row in result.tiles],
+            "goals": [dataclasses.asdict(goal) | {"met": goal.met} for goal in goals(result)],
+        }
+    )
 
 
 def _row_json(row: PrefillRow | LatentRow) -> dict[str, Any]:
@@ -245,16 +221,11 @@ def _row_json(row: PrefillRow | LatentRow) -> dict[str, Any]:
 
 def save(result: Result, folder: Path, picture: bool = True) -> list[Path]:
     """Writes ``bench_mla.json`` and, if asked, with matplotlib and a green gate, ``bench_mla.png``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path, drawn = folder / "bench_mla.json", folder / "bench_mla.png"
-    path.write_text(json.dumps(plain(as_json(result)), indent=1) + "\n", encoding="utf-8")
-    drawn.unlink(missing_ok=True)
-    if not (picture and result.green and (result.prefill or result.decode)):
-        return [path]
-    try:
+
+    def paint(path: Path) -> None:
         from bench_mla_picture import draw
-    except ImportError:
-        result.note("matplotlib is not installed: no picture")
-        return [path]
-    draw(result.prefill, result.decode, drawn)
-    return [path, drawn]
+
+        draw(result.prefill, result.decode, path)
+
+    wanted = picture and result.green and (result.prefill or result.decode)
+    return result.save(folder, "bench_mla", as_json(result), paint if wanted else None)

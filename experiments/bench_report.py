@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench_gate import Verdict, worst
 from bench_measure import STAGES, Row
+from bench_result import BenchResult, gate_table
 from bench_shapes import FLOAT8
 from bench_timing import Timed
 from rich.box import SIMPLE_HEAD
@@ -33,49 +31,16 @@ SINGLE_COVERED_US = 3.0
 
 
 @dataclass
-class Result:
+class Result(BenchResult):
     """Everything a run found.
 
     Attributes:
-        machine: GPU, versions.
-        settings: the command line.
-        verdicts: of the gate.
         bandwidth: ``read`` and ``copy``, bytes a second; empty until measured.
         rows: one per flow and workload.
-        notes: what was not measured, and why.
     """
 
-    machine: dict[str, object]
-    settings: dict[str, object]
-    verdicts: list[Verdict] = field(default_factory=list)
     bandwidth: dict[str, float] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def green(self) -> bool:
-        """Whether the gate saw something and nothing wrong."""
-        return bool(self.verdicts) and all(v.ok for v in self.verdicts)
-
-    def note(self, text: str) -> None:
-        """Adds a note once."""
-        if text not in self.notes:
-            self.notes.append(text)
-
-
-def gate_table(verdicts: Sequence[Verdict]) -> Table:
-    """The worst row of each flow and stage."""
-    table = Table(title="Gate: sampled rows against a float64 reference", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("flow", "stage", "worst at", "row"):
-        table.add_column(name, no_wrap=True)
-    for name in ("error", "tolerance"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("", "note"):
-        table.add_column(name)
-    for v in worst(verdicts):
-        verdict = "ok" if v.ok else "FAILED"
-        table.add_row(v.flow, v.stage, v.shape, v.row, f"{v.error:.2e}", f"{v.tolerance:.2e}", verdict, v.note)
-    return table
 
 
 def speed_table(rows: Sequence[Row]) -> Table:
@@ -170,24 +135,17 @@ def render(result: Result, console: Console) -> None:
 
 def as_json(result: Result) -> dict[str, Any]:
     """The result; behind a red gate nothing but the gate."""
-    found: dict[str, Any] = {
-        "machine": result.machine,
-        "settings": result.settings,
-        "gate": {"green": result.green, "verdicts": [dataclasses.asdict(v) for v in result.verdicts]},
-        "notes": result.notes,
-    }
-    if result.green:
-        found["bandwidth_bytes_per_second"] = result.bandwidth
-        found["rows"] = [_row_json(row) for row in result.rows]
-    return found
+    return result.as_json(
+        lambda: {"bandwidth_bytes_per_second": result.bandwidth, "rows": [_row_json(row) for row in result.rows]}
+    )
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    plain = {**dataclasses.asdict(dataclasses.replace(row, stages={}, dense={}))}
+    found = {**dataclasses.asdict(dataclasses.replace(row, stages={}, dense={}))}
     for name in ("stages", "dense"):
-        plain[name] = {key: dataclasses.asdict(timed) for key, timed in getattr(row, name).items()}
+        found[name] = {key: dataclasses.asdict(timed) for key, timed in getattr(row, name).items()}
     dense = row.fastest_dense
-    return plain | {
+    return found | {
         "bytes": row.moved.total,
         "floor_us": row.floor_us,
         "floor_ratio": row.floor_ratio,
@@ -197,33 +155,11 @@ def _row_json(row: Row) -> dict[str, Any]:
     }
 
 
-def plain(value: Any) -> Any:
-    """What JSON can hold: infinities and NaN as text."""
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)
-
-
 def save(result: Result, folder: Path, picture: bool = True) -> list[Path]:
     """Writes ``bench_decode.json`` and, if asked, with matplotlib and a green gate, ``bench_decode.png``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "bench_decode.json"
-    path.write_text(json.dumps(plain(as_json(result)), indent=1) + "\n", encoding="utf-8")
-    drawn = folder / "bench_decode.png"
-    drawn.unlink(missing_ok=True)
-    if not (picture and result.green and result.rows):
-        return [path]
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        result.note("matplotlib is not installed: no picture")
-        return [path]
-    draw(result.rows, drawn)
-    return [path, drawn]
+    wanted = picture and result.green and result.rows
+    paint = (lambda path: draw(result.rows, path)) if wanted else None
+    return result.save(folder, "bench_decode", as_json(result), paint)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

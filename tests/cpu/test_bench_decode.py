@@ -335,7 +335,9 @@ def test_goals(changes, goal):
 
 def test_saved_json_is_json_and_complete(tmp_path):
     green = bench_gate.Verdict(QUEST.name, "16 x 32,768", "scores", "request 0, kv head 0", 1e-6, 1e-4, True)
-    result = bench_report.Result({"gpu": "none"}, {}, [green], {"read": 4.5e12, "copy": 4.2e12}, [row()], ["a note"])
+    result = bench_report.Result(
+        {"gpu": "none"}, {}, {"read": 4.5e12, "copy": 4.2e12}, [row()], verdicts=[green], notes=["a note"]
+    )
     bench_report.save(result, tmp_path)
     saved = json.loads((tmp_path / "bench_decode.json").read_text())
     assert saved["rows"][0]["speedup"] == pytest.approx(483 / 80)

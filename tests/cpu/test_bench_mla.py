@@ -497,7 +497,9 @@ def decode_row(step, **changes):
 
 def result(**more):
     green = prefill.Verdict("x", "y", "o", "all", 1e-3, 1e-2, True)
-    return report.Result({"gpu": "none"}, {}, [green], {"read": 4.5e12, "copy": 4e12, "matmul": 7.8e14}, **more)
+    return report.Result(
+        {"gpu": "none"}, {}, {"read": 4.5e12, "copy": 4e12, "matmul": 7.8e14}, verdicts=[green], **more
+    )
 
 
 def test_goals():
