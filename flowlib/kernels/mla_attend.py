@@ -17,7 +17,7 @@ _LOW_PRECISION = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16}
 # keys are on their way while a tile is computed; two programs of 64 rows share a multiprocessor instead. Not timed yet.
 _TILES = {16: (64, 4, 4), 64: (64, 4, 2), 128: (64, 8, 3)}
 _TILES_BEFORE_SM_90 = {16: (64, 4, 3), 64: (32, 4, 3), 128: (32, 8, 3)}
-_LANES = 320  # of a key and a value; with more, two stages fill the memory
+_LANES = 320  # of a key and a value; with more, two stages fill the memory, on older GPUs too
 _WIDE_TILES = {16: (16, 8, 2)}
 
 
@@ -174,7 +174,7 @@ def built_in_tile(wide: tl.dtype, max_query_len: int, lanes: int) -> tuple[int, 
         tiles = _TILES_BEFORE_SM_90 if older else _TILES
     rows = next((rows for rows in tiles if max_query_len <= rows), max(tiles))
     keys, warps, stages = tiles[rows]
-    return rows, keys, warps, min(stages, 2) if tiles is _TILES and lanes > _LANES else stages
+    return rows, keys, warps, min(stages, 2) if lanes > _LANES else stages
 
 
 def _cut(size: int) -> tuple[int, int]:

@@ -54,6 +54,13 @@ def test_attention_of_other_sizes(target):
     judge(kernels, target, 2)
 
 
+def test_few_queries_with_more_lanes_than_stages_have_room_for():
+    """Three stages of 384 and 256 lanes are more than the shared memory of sm_80, which has the least."""
+    with compile_only("sm_80") as kernels:
+        attend(size=384, v_size=256, longest=7)
+    judge(kernels, "sm_80", 1)
+
+
 def merge(tokens=300, heads=16, size=128, dtype=FP32, part=FP32, limit=100, by_head=False, out=None, **options):
     p, s = torch.empty(tokens, heads, size, dtype=part), torch.empty(tokens, heads, size, dtype=dtype)
     lse = torch.empty(heads, tokens).t() if by_head else torch.empty(tokens, heads)
