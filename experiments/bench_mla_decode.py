@@ -42,7 +42,6 @@ class OwnDense:
         self.lse = torch.empty(rows, heads, device=device)
         self.partial_o = torch.empty(rows, heads, self.splits, spec.dv, device=device)
         self.partial_lse = torch.empty(rows, heads, self.splits, device=device)
-        self.arrived = torch.zeros(rows * -(-heads // 16), dtype=torch.int32, device=device)
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         from flowlib.kernels.attend_mla import launch_attend_mla
@@ -51,7 +50,7 @@ class OwnDense:
         spec, p = self.spec, self.problem
         launch_attend_mla(
             p.q, k.flatten(0, 1), v.flatten(0, 1), p.table, p.batch.seq_lens, None, None, self.out, self.lse,
-            self.partial_o, self.partial_lse, self.arrived, num_kv_heads=1, group_size=spec.num_heads, lanes=1,
+            self.partial_o, self.partial_lse, num_kv_heads=1, group_size=spec.num_heads, lanes=1,
             page_size=spec.page_size, scale=spec.softmax_scale, k_scale=1.0, v_scale=1.0, num_splits=self.splits,
             every=True, pdl=has_pdl(p.q.device),
         )  # fmt: skip

@@ -132,7 +132,6 @@ def decode_case(device: str, l2: int, heads: int, sizes: Sizes, pages: int, requ
     seq_lens = torch.full((requests,), pages * _PAGE - 3, dtype=torch.int32, device=device)
     out = torch.empty(requests, heads, sizes.rank, **size)  # type: ignore[arg-type]
     lse = torch.empty(requests, heads, device=device)
-    arrived = torch.zeros(requests * -(-heads // 16), dtype=torch.int32, device=device)
     most = max(*SPLITS, attend_mla.num_splits(pages, _PAGE, requests, heads, 2))
     partial = torch.empty(requests * heads * most * sizes.rank, device=device)
     partial_lse = torch.empty(requests * heads * most, device=device)
@@ -140,7 +139,7 @@ def decode_case(device: str, l2: int, heads: int, sizes: Sizes, pages: int, requ
     def launch(turn: int, tile: Tile | None, splits: int) -> torch.Tensor:
         attend_mla.launch_attend_mla(
             q, latent, latent[..., : sizes.rank], physical[turn][:, 0], seq_lens, logical, lengths, out, lse, partial,
-            partial_lse, arrived, num_kv_heads=1, group_size=heads, lanes=1, page_size=_PAGE, scale=sizes.scale,
+            partial_lse, num_kv_heads=1, group_size=heads, lanes=1, page_size=_PAGE, scale=sizes.scale,
             k_scale=1.0, v_scale=1.0, num_splits=splits, physical=physical[turn], pdl=has_pdl(out.device), tile=tile,
         )  # fmt: skip
         return out

@@ -211,7 +211,6 @@ class AbsorbedDecode(Absorbed):
         self.splits = num_splits(self.table.shape[1], shape.page, len(owner), shape.heads, 2)
         self.lse = torch.full(self.content.shape[:2], torch.nan, device=device)
         self.partial: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
-        self.arrived = torch.zeros(len(owner) * -(-shape.heads // 16), dtype=torch.int32, device=device)
         if self.splits > 1:
             partial = torch.full((*self.lse.shape, self.splits), torch.nan, device=device)
             self.partial = partial[..., None].expand(*partial.shape, shape.sizes.rank).contiguous(), partial
@@ -224,7 +223,7 @@ class AbsorbedDecode(Absorbed):
         p, latent = self.problem, cache.flatten(0, 1)[:, None]
         launch_attend_mla(
             self.queries, latent, latent[..., : p.shape.sizes.rank], self.table, self.seen, None, None, self.content,
-            self.lse, *self.partial, self.arrived, num_kv_heads=1, group_size=p.shape.heads, lanes=1,
+            self.lse, *self.partial, num_kv_heads=1, group_size=p.shape.heads, lanes=1,
             page_size=p.shape.page, scale=p.scale, k_scale=1.0, v_scale=1.0, num_splits=self.splits, every=True,
             pdl=has_pdl(p.device),
         )  # fmt: skip

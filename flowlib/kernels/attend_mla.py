@@ -175,7 +175,7 @@ def num_splits(max_selected_pages: int, page_size: int, lists: int, heads: int, 
 
 def launch_attend_mla(
     q: Any, k: Any, v: Any, page_table: Any, seq_lens: Any, pages: Any, lengths: Any, o: Any, lse: Any,
-    partial_o: Any = None, partial_lse: Any = None, arrived: Any = None, *,
+    partial_o: Any = None, partial_lse: Any = None, *,
     num_kv_heads: int, group_size: int, lanes: int, page_size: int, scale: float, k_scale: float, v_scale: float,
     alibi_slopes: None = None, num_splits: int = 1, physical: Any = None, selected: bool = False, every: bool = False,
     pdl: bool = False, tile: tuple[int, int, int, int] | None = None,
@@ -192,7 +192,6 @@ def launch_attend_mla(
         o: ``[bs, H_q, Dv]``, written; lse fp32 ``[bs, H_q]``, written, natural logarithm. An empty row gives 0, -inf.
         partial_o: fp32 ``[bs, H_q, num_splits, Dv]``, partial_lse fp32 ``[bs, H_q, num_splits]``, contiguous; scratch,
             None with one split.
-        arrived: not used; other attention kernels count splits in it.
         num_kv_heads: 1; alibi_slopes None: positions are in the latents.
         scale: factor of q . k; k_scale, v_scale: what one unit of a stored latent stands for.
         physical: int32 like pages, the physical pages of the lists; None to look them up in the page table.

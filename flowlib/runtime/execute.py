@@ -248,9 +248,11 @@ class Executor:
             names, own = ("partial_o", "partial_mass"), arguments(self.plan, attention, out)
         else:
             names, own = ("partial_o", "partial_lse"), {"lse": out.lse}
+        if not spec.is_mla:
+            own["arrived"] = out.arrived
         self.attend(
             q, store.k, store.v, batch.page_table, batch.seq_lens, pages, None if pages is None else out.lengths,
-            o=out.o, **own, **dict(zip(names, _partials(out), strict=True)), arrived=out.arrived,
+            o=out.o, **own, **dict(zip(names, _partials(out), strict=True)),
             num_kv_heads=spec.num_kv_heads, group_size=spec.group_size, lanes=lanes, page_size=spec.page_size,
             scale=spec.softmax_scale, k_scale=spec.k_scale, v_scale=spec.v_scale,
             alibi_slopes=out.workspace.get("alibi_slopes"), num_splits=out.num_splits, pdl=has_pdl(store.device), **how,

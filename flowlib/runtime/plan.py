@@ -36,7 +36,8 @@ class StepOutput:
         raw_scores: fp32 ``[rows * H_kv, lanes, W]``, meaningful at scored pages only; ``None`` where nothing is scored.
         workspace: buffers between the kernels, by name.
         num_splits: programs that share one page list.
-        arrived: int32, counts them off; zero before and after a step.
+        arrived: int32, counts them off; zero before and after a step. ``None`` with one split, and over latents, whose
+            splits a kernel of its own merges.
         tau: ``[rows, H_q]``, entmax's threshold of (alpha − 1) · score; -inf for an empty row. ``None`` with softmax,
             as are the next two.
         mass: ``[rows, H_q]``, the sum of the weights as tau gives them: 1, unless tau was only estimated; 0 for an
@@ -271,7 +272,9 @@ class Plan:
             pages=empty(rows, lists, self.max_selected, dtype=torch.int32),
             lengths=empty(rows, lists, dtype=torch.int32),
             workspace=work,
-            arrived=torch.zeros(rows * spec.num_heads, dtype=torch.int32, device=device) if partials else None,
+            arrived=torch.zeros(rows * spec.num_heads, dtype=torch.int32, device=device)
+            if partials and not spec.is_mla
+            else None,
             tau=empty(rows, spec.num_heads) if sums else None,
             mass=empty(rows, spec.num_heads) if sums else None,
             certified=empty(rows, spec.num_heads, dtype=torch.bool) if "bound" in self.program.hints else None,

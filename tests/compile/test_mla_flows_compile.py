@@ -41,7 +41,7 @@ def attend(heads=16, page=16, dtype=BF16, kv_dtype=BF16, rank=512, size=576, spl
         torch.empty(rows, heads, size, dtype=dtype), latent, latent[..., :rank], ints(rows, 512), ints(rows),
         ints(rows, lanes, selected), ints(rows, lanes), torch.empty(rows, heads, rank, dtype=dtype),
         torch.empty(rows, heads), torch.empty(rows, heads, splits, rank), torch.empty(rows, heads, splits),
-        ints(rows * heads), num_kv_heads=1, group_size=heads, lanes=lanes, page_size=page, scale=0.1, k_scale=1.0,
+        num_kv_heads=1, group_size=heads, lanes=lanes, page_size=page, scale=0.1, k_scale=1.0,
         v_scale=1.0, num_splits=splits, physical=ints(rows, lanes, selected) if physical else None, **how,
     )  # fmt: skip
 
