@@ -7,6 +7,7 @@ of its own: outputs of 512 channels and 64 heads are too much for the last progr
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import triton
@@ -160,11 +161,15 @@ def head_tile(heads: int, itemsize: int) -> int:
     return max(16, min(max(_TILES[itemsize]), triton.next_power_of_2(heads)))
 
 
+@functools.cache  # a plan asks for every number of rows up to its own
 def num_splits(max_selected_pages: int, page_size: int, lists: int, heads: int, itemsize: int) -> int:
     """How many programs share one list of `heads` query heads; a heuristic.
 
-    So many that the programs' rounds on a large GPU times the length of a program are least, and as few as do that; no
-    split is shorter than 128 tokens of the longest list.
+    Of the numbers allowed the one with which the programs' rounds on a large GPU times the length of a program are
+    least, and the smallest such. Allowed are 1, and what makes at most two rounds of programs with no split shorter
+    than 128 tokens of the longest list. More rounds could end sooner by this count, which leaves out what every split
+    adds: a partial output of fp32 to write and to merge, and the start of a program. Where the limits lie is not timed
+    yet.
     """
     tiles = max(1, -(-max_selected_pages * page_size // _MIN_SPLIT_TOKENS))
     tile = head_tile(heads, itemsize)
