@@ -28,7 +28,9 @@ class Entmax:
         alpha: above 1 (which is softmax) and at most 2 (sparsemax).
         tau_mode: ``"exact"`` solves for tau. ``"corrected"`` takes `niter` steps from the estimate that the flow gives
             with :class:`flowlib.ops.TauEstimate`, and divides by the mass; ``"fixed"`` takes the estimate as it is and
-            does not divide: a diagnostic.
+            does not divide: a diagnostic. Over lists of more than 4,096 tokens the kernels leave tokens that cannot
+            have weight out of a step, even where the estimate would give them some: too low an estimate is corrected
+            by other steps than in the reference, towards the same tau.
         niter: steps of ``"corrected"``.
 
     Raises:

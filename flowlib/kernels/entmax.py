@@ -324,7 +324,9 @@ def launch_entmax(
         alpha: above 1, at most 2; 1.5 and 2 take no logarithms.
         a_of_head: fp32 ``[H_q]``, alpha - 1 of each query head in place of `alpha`.
         mode: "exact" solves for tau; "corrected" takes `steps` steps from the estimate, kept inside the bracket that
-            holds tau, and divides by the mass; "fixed" takes the estimate as it is and does not divide.
+            holds tau, and divides by the mass; "fixed" takes the estimate as it is and does not divide. A step
+            over a list of more than 4,096 tokens leaves tiles out that cannot hold mass at tau, even where an estimate
+            below it would give them some, so that it is another step.
         estimate: fp32 ``[bs, H_q]`` contiguous, a tau; None in mode "exact".
         exact_pages, exact_tokens: rows of at most so many pages or tokens have no estimate and are exact in every mode.
         bounds: fp32 ``[bs * num_kv_heads, group_size or 1, width]``, any strides: bounds of the scores in each page,

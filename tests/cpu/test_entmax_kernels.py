@@ -18,6 +18,7 @@ from tests.suites.entmax_kernels import (
     test_attends_to_exactly_the_listed_tokens,  # noqa: F401
     test_certificates,  # noqa: F401
     test_each_head_has_its_own_alpha,  # noqa: F401
+    test_one_step_beyond_registers_leaves_tiles_out,  # noqa: F401
     test_rows_that_are_hard_to_solve,  # noqa: F401
     test_splits_do_not_change_the_threshold,  # noqa: F401
     test_strides_of_queries_and_pool_are_free,  # noqa: F401

@@ -25,6 +25,7 @@ from tests.suites.entmax_kernels import (  # noqa: F401
     test_attends_to_exactly_the_listed_tokens,
     test_certificates,
     test_each_head_has_its_own_alpha,
+    test_one_step_beyond_registers_leaves_tiles_out,
     test_rows_that_are_hard_to_solve,
     test_splits_do_not_change_the_threshold,
     test_strides_of_queries_and_pool_are_free,

@@ -358,6 +358,16 @@ def test_an_estimate_is_corrected_beyond_registers(device):
     check(problem, run(problem, device, mode="corrected", steps=10, estimate=estimate))
 
 
+@pytest.mark.parametrize("low", [1000, 4000])
+def test_one_step_beyond_registers_leaves_tiles_out(low, device):
+    """With alpha 2 a step is linear: from top - 1, over all tokens, or the 320 that the tiles' maxima leave."""
+    scores = torch.cat([torch.zeros(320), torch.full((low,), -63 / 64)])
+    estimate = torch.full((1, 1), -1.0, device=device)
+    got = run(of_scores(scores, 2.0), device, mode="corrected", steps=1, estimate=estimate)
+    want = -1 / 320 if len(scores) > 4096 else -1 + (320 + low / 64 - 1) / (320 + low)
+    assert float(got.tau) == pytest.approx(want, abs=gamma(16))
+
+
 def of_threshold(p: Problem, row: int, head: int, tau: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Undivided o and its mass for a threshold, in float64."""
     exact = truth(p, row, head)
