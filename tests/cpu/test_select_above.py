@@ -57,6 +57,24 @@ def test_every_page_above_minus_infinity(width, capacity, share):
             assert physical[row, lane, len(own) :].eq(77).all()
 
 
+def test_rows_too_long_for_the_smaller_block():
+    """Past 16,384 pages a program takes 8,192: rows of three programs, the last of six pages, and of one."""
+    interpreter.install()
+    width, counts = 16390, [16390, 8192, 5]
+    scores = scores_of(len(counts), width, 0.5)[:, :1].contiguous()
+    seq_lens = torch.tensor([n * PAGE - 1 for n in counts], dtype=torch.int32)
+    lists = (len(counts), 1, width)
+    pages, told = torch.full(lists, 77, dtype=torch.int32), torch.full(lists[:2], 77, dtype=torch.int32)
+    launch_select(
+        scores, seq_lens, pages, told, num_kv_heads=1, lanes=1, page_size=PAGE, bos=BOS, eos=EOS, top_k=1 << 30,
+        ratio_q16=0, dense_below=0, scored=True,
+    )  # fmt: skip
+    for row, n in enumerate(counts):
+        own = wanted(scores[row, 0], n, whole=False)
+        assert int(told[row, 0]) == len(own)
+        assert pages[row, 0].tolist() == own + [-1] * (width - len(own))
+
+
 def test_the_budget_decides_which_kernel_runs(monkeypatch):
     """A budget below the width still cuts."""
     interpreter.install()
