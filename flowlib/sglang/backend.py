@@ -70,7 +70,7 @@ class FlowBackend(AttentionBackend):
         args = adapter().in_effect(runner.server_args)
         prefill = args.get_attention_backends()[0]
         refusals.refuse_prefill(prefill, facts.kv_dtype is torch.float8_e4m3fn)
-        mla_prefill.check_prefill(prefill, self.setup, layers)
+        mla_prefill.check_prefill(prefill, self.setup, runner.model, layers)
         self.trace: Trace | None = open_trace(self.setup)
         self.counters = self._open_counters(args)
         self.steps = KernelSteps(self.req_to_token_pool.req_to_token, facts.max_pages, facts.page_size)

@@ -166,28 +166,39 @@ def _prefix(forward_batch: Any, pool: LatentFields) -> Prefix:
     return Prefix(context, pages, workspace)
 
 
-def check_prefill(prefill: str | None, setup: FlowSetup, layers: list[Any]) -> None:
-    """The start-up check of prefill in chunks: the layers have what it needs, the log-sum-exp has a known base.
+def check_prefill(prefill: str | None, setup: FlowSetup, model: torch.nn.Module, layers: list[Any]) -> None:
+    """The start-up check of prefill in chunks: the hooks reach the layers, the log-sum-exp has a known base.
 
     Args:
         prefill: name of the prefill backend.
         setup: the flow, made ready.
-        layers: the model's attention layers.
+        model: the model.
+        layers: its attention layers.
 
     Raises:
-        BackendError: they do not, or it has not.
+        BackendError: they do not, and no other backend was asked for; or it has not.
     """
     facts = setup.facts
     if prefill not in BACKENDS or facts.kv_lora_rank is None or facts.kv_dtype.itemsize == 1:
         return
-    sizes = {(x.qk_head_dim, x.v_head_dim) for x in layers} - {(facts.head_dim, facts.v_head_dim)}
-    if not sizes and prefill == PLUGIN_NAME:
+    reached = _reached(model)
+    others = [x.layer_id for x in layers if x not in reached]
+    if others and prefill == PLUGIN_NAME:
         raise BackendError(
-            f"the model attends over latents alone, which --prefill-attention-backend {PLUGIN_NAME} can't prefill: "
-            "choose another one"
+            f"layer {others[0]} of {type(model).__name__} does not belong to a DeepseekV2AttentionMLA, and "
+            f"--prefill-attention-backend {PLUGIN_NAME} prefills no other class of MLA layers: choose another one"
         )
+    sizes = {(x.qk_head_dim, x.v_head_dim) for x in layers if x in reached} - {(facts.head_dim, facts.v_head_dim)}
     device = torch.empty(0, device=facts.device).device  # with its index, as tensors will have it
     for dims in sizes:
         name = mla.resolve_attention("auto", setup.impl, facts.model_dtype, dims, device)
         mla.check_lse_base(name, setup.impl, facts.model_dtype, dims, device)
         logger.info("flowlib: prefill over a cached prefix goes in chunks, with %s attention of heads %s", name, dims)
+
+
+def _reached(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """What lies in layers of the class whose prefill is hooked; some MLA models (Sarvam) attend in their own."""
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    owners = (module for module in model.modules() if isinstance(module, DeepseekV2AttentionMLA))
+    return {part for owner in owners for part in owner.modules()}

@@ -1,5 +1,7 @@
 """Called by ``latent_pool_job``: prefill in chunks, its gates, and decoding, driven as SGLang does it."""
 
+import logging
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -8,11 +10,13 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod as Method
+from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
 from flowlib.sglang import mla_prefill
-from flowlib.sglang.backend import FlowBackend
+from flowlib.sglang.backend import FlowBackend, attention_layers
 from tests.sglang.graph_job import batch
 from tests.sglang.latent_pool_job import RANK, ROPE, make
+from tests.sglang.pool_job import said_by
 
 HEADS, NOPE, V, SCALE = 4, 128, 128, 0.1147
 CONTEXT, NEW = (0, 37, 5, 0), (3, 1, 6, 2)
@@ -148,6 +152,34 @@ class Model(torch.nn.Module):
         for name, (size, heads, v) in sizes.items():
             layers = (RadixAttention(HEADS, size, SCALE, heads, i, v_head_dim=v) for i in (0, 1))
             self.add_module(name, torch.nn.ModuleList(layers))
+
+
+class Reached(DeepseekV2AttentionMLA):
+    """The attention layers of a layer of SGLang's class, without the rest."""
+
+    def __init__(self, model, layer_id):
+        torch.nn.Module.__init__(self)
+        self.attn_mqa, self.attn_mha = model.absorbed[layer_id], model.full[layer_id]
+
+
+def checks():
+    """What the check at start says and logs, for layers of SGLang's class, of another, and of both."""
+    setup, others, lines = make(16, torch.float32, torch.float32)[0], Model(), []
+    whole, half = (torch.nn.ModuleList(Reached(others, i) for i in ids) for ids in ((0, 1), (0,)))
+    half.append(others.full[1])
+    half.append(others.absorbed[1])
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    mla_prefill.logger.addHandler(handler)
+    mla_prefill.logger.setLevel(logging.INFO)
+    answers = {}
+    for name, model in {"whole": whole, "half": half, "others": others}.items():
+        for prefill in ("flowlib", "triton"):
+            check = partial(mla_prefill.check_prefill, prefill, setup, model, attention_layers(model))
+            answers[f"{prefill}, {name}"] = [said_by({"check": check})["check"], len(lines)]
+            lines.clear()
+    mla_prefill.logger.removeHandler(handler)
+    return answers
 
 
 def backend(impl):

@@ -145,6 +145,6 @@ if __name__ == "__main__":
     load_plugins()
     answer = {"written": {f"{flow} {page}": written(flow, page) for flow, page in FLOWS}}
     answer |= {"built": built(), "memory": memory(), "refused": refused()}
-    answer |= {"methods": latent_core.methods(), "gates": latent_core.gates()}
+    answer |= {"methods": latent_core.methods(), "gates": latent_core.gates(), "checks": latent_core.checks()}
     answer |= {"prefills": [latent_core.prefill(*case) for case in latent_core.PREFILLS], "graph": latent_core.graph()}
     print("ANSWER", json.dumps(answer | {"left": left(json.loads(sys.argv[1]))}))

@@ -98,6 +98,16 @@ def test_prefixes_take_chunks_by_sglangs_own_gate(answer):
     assert answer["gates"] == [False, True, True, True]
 
 
+def test_chunks_are_for_layers_that_the_hooks_reach(answer):
+    refused = "layer {} of {} does not belong to a DeepseekV2AttentionMLA, and --prefill-attention-backend flowlib"
+    said = {name: line for name, (line, _) in answer["checks"].items() if line}
+    assert sorted(said) == ["flowlib, half", "flowlib, others"]
+    assert said["flowlib, half"].startswith(refused.format(1, "ModuleList"))
+    assert said["flowlib, others"].startswith(refused.format(0, "Model"))
+    logged = {name: lines for name, (_, lines) in answer["checks"].items() if lines}
+    assert logged == {"flowlib, whole": 1, "triton, whole": 1, "triton, half": 1}
+
+
 def test_chunks_give_attention_over_the_whole_prefix(answer):
     for case in answer["prefills"]:
         bound = 2.0 * case["plain"] + 2.0**-23 * case["size"]
