@@ -50,7 +50,8 @@ class FlowConfig:
     Args:
         top_k, top_k_ratio, bos, eos: as in :class:`flowlib.core.spec.Spec`, and with its defaults.
         dense_below: requests of at most so many tokens attend to everything; ``auto`` is the length up to which that is
-            faster with the same kernels, 0 for the reference and for flows that must score every request.
+            faster with the same kernels; 0 for the reference, for flows that must score every request and for flows
+            over MLA latents, for which that length was not measured.
         options: keyword arguments of the flow.
         dense_layers: ids of the layers that attend to everything.
         module_path: the Python file that registers the flow, when it is not a built-in one.

@@ -21,8 +21,8 @@ FIELDLESS_FLOW = "streaming_attention"
 """What dense layers are planned with: a flow that keeps nothing beside K and V."""
 
 CROSSOVER = 1.5
-"""Budgets of tokens up to which attending to everything is the faster step: measured on an H200 at batch 16
-(``experiments/crossover.py``, docs/performance.md); at batch 1 it is 2.5."""
+"""Budgets of tokens up to which attending to everything is the faster step with a flow over K and V: measured on an
+H200 at batch 16 (``experiments/crossover.py``, docs/performance.md); at batch 1 it is 2.5. Not measured for latents."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class FlowSetup:
         self._no_fields = flowlib.build(FIELDLESS_FLOW) if self.facts.kv_lora_rank is None else Latents()
         self.dense_below = 0 if self.config.dense_below == AUTO else int(self.config.dense_below)
         self.plan = self._profile(self.flow, scale=None, k_scale=1.0, v_scale=1.0)
-        if self.config.dense_below == AUTO and self.impl == "triton":
+        if self.config.dense_below == AUTO and self.impl == "triton" and self.facts.kv_lora_rank is None:
             self.dense_below = int(CROSSOVER * self.plan.full_pages) * self.facts.page_size
             self.plan = self._profile(self.flow, scale=None, k_scale=1.0, v_scale=1.0)
         self._check_dtypes()

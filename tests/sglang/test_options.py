@@ -8,7 +8,7 @@ import torch
 from flowlib import Spec
 from flowlib.core.errors import BackendError, OptionError
 from flowlib.sglang.options import FlowConfig, TraceConfig
-from flowlib.sglang.setup import choose_impl
+from flowlib.sglang.setup import CROSSOVER, FlowSetup, ModelFacts, choose_impl
 
 WRONG = [
     ('{"top_k": 4', "is not JSON: Expecting ',' delimiter at line 1 column 12"),
@@ -80,6 +80,19 @@ def test_the_implementation_is_chosen_by_the_device_and_never_changed_silently(m
         choose_impl("triton", "cpu")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_impl("triton", "cpu") == "triton"
+
+
+def test_short_requests_are_attended_in_full_only_where_that_was_measured():
+    def dense_below(flow, head_dim, v_head_dim, kv_heads, rank=None, device="cuda", **config):
+        kinds = (torch.bfloat16, torch.bfloat16, device, rank)
+        facts = ModelFacts(head_dim, v_head_dim, 8, kv_heads, 0, 2, 2, 16, 4096, *kinds)
+        return FlowSetup(flow, FlowConfig(top_k=30, **config), facts).dense_below
+
+    keys, latents = ("gqa_quest_sparse_attention", 64, 64, 2), ("quest_mla", 576, 512, 1, 512)
+    assert dense_below(*keys) == CROSSOVER * 32 * 16  # top_k, bos and eos
+    assert dense_below(*keys, device="cpu") == 0
+    assert dense_below(*latents) == 0
+    assert dense_below(*latents, dense_below=512) == 512
 
 
 def test_options_that_are_no_json():
