@@ -156,7 +156,7 @@ def launch_attend_ragged(
     dv0, dv1 = _cut(v.shape[-1])
     same = q.dtype == k.dtype == v.dtype
     wide = _LOW_PRECISION.get(str(q.dtype), tl.float32) if same else tl.float32
-    rows, block, warps, stages = tile or built_in_tile(wide, max_query_len, d0 + d1 + dv0 + dv1)
+    rows, block, warps, stages = tile or built_in_tile(wide, max_query_len, q.shape[-1], v.shape[-1])
     attend_ragged_kernel[(triton.cdiv(max_query_len, rows), q.shape[1], query_start_loc.shape[0] - 1)](
         q, k, v, query_start_loc, kv_start_loc, o, lse, scale * _LOG2E,
         *q.stride(), *k.stride(), *v.stride(), *o.stride(), *lse.stride(),
@@ -165,8 +165,10 @@ def launch_attend_ragged(
     )  # fmt: skip
 
 
-def built_in_tile(wide: tl.dtype, max_query_len: int, lanes: int) -> tuple[int, int, int, int]:
-    """Query rows a program, keys a tile, warps and stages: operands of dtype `wide`, `lanes` of a key and a value."""
+def built_in_tile(wide: tl.dtype, max_query_len: int, size: int, v_size: int) -> tuple[int, int, int, int]:
+    """Query rows a program, keys a tile, warps and stages: operands of dtype `wide`, keys of `size` and values of
+    `v_size` channels."""
+    lanes = sum(_cut(size)) + sum(_cut(v_size))
     tiles = _WIDE_TILES
     if wide != tl.float32:
         interpreted = triton.knobs.runtime.interpret
