@@ -191,13 +191,14 @@ def refuse_normaliser(name: str, flow: Any) -> None:
         )
 
 
-def refuse_other_attention(name: str, flow: Any, config: Any) -> None:
+def refuse_other_attention(name: str, flow: Any, config: Any, serves_latents: bool) -> None:
     """Raises an OptionError for a flow over MLA latents with a model that keeps K and V, and the other way round.
 
     Args:
         name: the name given to ``--flow``.
         flow: the flow.
         config: SGLang's model configuration.
+        serves_latents: whether flows over MLA latents are served by the installed SGLang.
     """
     latents, model = isinstance(flow, flowlib.vFlowMLA), ", ".join(config.hf_config.architectures or ["the model"])
     if latents == (config.attention_arch.name == "MLA"):
@@ -207,10 +208,10 @@ def refuse_other_attention(name: str, flow: Any, config: Any) -> None:
             f"flow {name!r} reads MLA latents, and {model} keeps K and V of each head: choose a flow over K and V, "
             "such as gqa_quest_sparse_attention (`flowlib list` prints them all)"
         )
-    raise OptionError(
-        f"flow {name!r} reads K and V of each head, and {model} keeps MLA latents: choose one of "
-        f"{', '.join(flowlib.list_flows(mla=True))}"
-    )
+    fix = f"choose one of {', '.join(flowlib.list_flows(mla=True))}"
+    if not serves_latents:
+        fix = "no flow is served for such a model with this version of SGLang, leave --flow off"
+    raise OptionError(f"flow {name!r} reads K and V of each head, and {model} keeps MLA latents: {fix}")
 
 
 def refuse_layers(layers: Iterable[Any], head_dim: int, v_head_dim: int) -> None:

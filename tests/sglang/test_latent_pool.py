@@ -188,4 +188,4 @@ def test_kinds_of_flows_and_models_that_go_together_pass():
     for arch, name in (("MLA", MLA), ("MHA", QUEST)):
         config = SimpleNamespace(architectures=None)
         model = SimpleNamespace(attention_arch=SimpleNamespace(name=arch), hf_config=config)
-        refusals.refuse_other_attention(name, flowlib.build(name), model)
+        refusals.refuse_other_attention(name, flowlib.build(name), model, serves_latents=False)

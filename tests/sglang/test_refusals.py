@@ -211,6 +211,17 @@ def test_a_normaliser_other_than_softmax_is_refused():
         refusals.refuse_normaliser(name, flowlib.build(name))
 
 
+def test_flows_over_latents_are_suggested_only_where_they_are_served():
+    model, name = SimpleNamespace(**FINE_MODEL | {"attention_arch": SimpleNamespace(name="MLA")}), "streaming_attention"
+    said = {}
+    for served in (True, False):
+        with pytest.raises(OptionError, match="and V of each head, and SomeForCausalLM keeps MLA latents: ") as caught:
+            refusals.refuse_other_attention(name, flowlib.build(name), model, served)
+        said[served] = str(caught.value)
+    assert all(flow in said[True] and flow not in said[False] for flow in flowlib.list_flows(mla=True))
+    assert said[False].endswith(": no flow is served for such a model with this version of SGLang, leave --flow off")
+
+
 def test_state_needs_the_radix_cache_off():
     with pytest.raises(OptionError, match=r"keeps state per request in 'acc'.*add --disable-radix-cache"):
         refusals.refuse_state("h2o", ("acc",), disable_radix_cache=False)
