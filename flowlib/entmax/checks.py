@@ -72,9 +72,11 @@ def alphas(
     if not alpha.is_floating_point() or alpha.requires_grad:
         got = f"{alpha.dtype} with requires_grad" if alpha.requires_grad else str(alpha.dtype)
         raise FormatError(f"{what}: alpha is {got}, expected a floating tensor without gradient")
+    there = alpha.detach().to(device, torch.float64)
+    looked_at = there if device.type == "cpu" else alpha  # a copy to the CPU is the only thing that waits
     if alpha.numel():
-        _in_range(what, float(alpha.min()), float(alpha.max()), expected, above_one)
-    return broadcast(what, "alpha", alpha.detach().to(device, torch.float64), shape)
+        _in_range(what, float(looked_at.min()), float(looked_at.max()), expected, above_one)
+    return broadcast(what, "alpha", there, shape)
 
 
 def _in_range(what: str, low: float, high: float, expected: str, above_one: bool) -> None:

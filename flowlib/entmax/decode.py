@@ -79,7 +79,8 @@ def topk_decode(
         out: as q; overwritten.
         topk_pages: pages attended, the tail among them; at least 2.
         alibi_slopes: ``[H_q]``; ``None`` means zeros.
-        alpha: from 1 to 2; a number or a tensor ``[H_q]``.
+        alpha: from 1 to 2; a number or a tensor ``[H_q]``. Every step checks it on the CPU, so that a tensor on a GPU
+            makes it wait for the GPU: a number or a tensor on the CPU does not.
         niter: steps towards the threshold, at least 1; of no effect: every implementation solves for it.
         append_cache: store k_new and v_new first.
         min_context: tokens below which a row is decoded exactly.
@@ -140,7 +141,7 @@ def gaussian_decode(
         q, k_new, v_new, out, alibi_slopes, min_context, impl, info: as for :func:`topk_decode`; ``"triton"`` takes one
             alpha for all heads.
         cache: with ``"gaussian"`` statistics.
-        alpha: above 1, at most 2; a number or a tensor ``[H_q]``.
+        alpha: above 1, at most 2; a number or a tensor ``[H_q]``, see :func:`topk_decode`.
         safety_margin_z, max_quantile, excess: as for :func:`flowlib.entmax.gaussian_select`.
         niter: steps from the estimated threshold, in mode ``"corrected"``; at least 0.
         append_cache: store k_new and v_new first.
@@ -191,22 +192,22 @@ class Step:
     Attributes:
         q: ``[B, H_q, D]``.
         cache: whose pool is read.
-        given_alpha, given_slopes: checked; tensors of them are made where they are looked at, which costs a launch.
+        alphas, given_slopes: checked. The first, float64 ``[H_q]``, are on the CPU: looking at them waits for nothing.
         rows: int64 ``[B]``, the rows of the cache that q stands for; ``None`` means all.
         same_alpha: alpha, where all heads have the same.
     """
 
     q: torch.Tensor
     cache: PagedKVCache
-    given_alpha: Alpha
+    alphas: torch.Tensor
     given_slopes: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     same_alpha: float | None = None
 
     @property
     def alpha(self) -> torch.Tensor:
-        """float64 ``[H_q]``."""
-        return checks.alphas("decode", self.given_alpha, self.q.shape[1:2], self.q.device)
+        """float64 ``[H_q]``, where q is."""
+        return self.alphas.to(self.q.device, non_blocking=True)
 
     @property
     def slopes(self) -> torch.Tensor:
@@ -385,12 +386,12 @@ def _step(
         if value.stride(-1) != 1 and value.shape[-1] != 1:
             raise ShapeError(f"{what}: the last axis of {name} has stride {value.stride(-1)}, expected 1")
     heads = queries.shape[1]
-    alpha_heads = checks.alphas(what, alpha, [heads], torch.device("cpu"), above_one=above_one)
-    same = float(alpha_heads[0]) if len(set(alpha_heads.tolist())) == 1 else None
+    alphas = checks.alphas(what, alpha, [heads], torch.device("cpu"), above_one=above_one)
+    same = float(alphas[0]) if len(set(alphas.tolist())) == 1 else None
     given = None
     if slopes is not None:
         given = checks.slopes_of(what, slopes, heads, queries.new_empty(0, dtype=checks.computed_in(queries, kv)))
-    return Step(queries[:, :, 0].detach(), cache, alpha, given, same_alpha=same)
+    return Step(queries[:, :, 0].detach(), cache, alphas, given, same_alpha=same)
 
 
 def _append(what: str, cache: PagedKVCache, k_new: torch.Tensor | None, v_new: torch.Tensor | None) -> None:

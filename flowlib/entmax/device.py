@@ -1,7 +1,7 @@
 """Decoding over a :class:`flowlib.PagedKVCache` by Triton kernels: the entmax flows over a view of the cache.
 
-Rows that are decoded exactly are told apart on the device; nothing waits for it, and a step after the first of its
-sizes allocates next to nothing.
+Rows that are decoded exactly are told apart on the device; nothing waits for it, except the check of a tensor `alpha`
+that lies there. A step after the first of its sizes allocates next to nothing.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def check_step(what: str, step: Step, *, one_alpha: bool) -> None:
             f"{what}: q is {step.q.dtype} and the cache {step.cache.kv.dtype}, expected both float32, bfloat16 or "
             "float16 where impl is 'triton'"
         )
-    if step.same_alpha is None and (one_alpha or bool((step.alpha == 1.0).any())):
+    if step.same_alpha is None and (one_alpha or bool((step.alphas == 1.0).any())):
         expected = "one for all heads" if one_alpha else "no 1 among others"
-        raise OptionError(f"{what}: alpha is {step.alpha.tolist()}, expected {expected} where impl is 'triton'")
+        raise OptionError(f"{what}: alpha is {step.alphas.tolist()}, expected {expected} where impl is 'triton'")
     _plan(EntmaxTopKAttention, (), _spec(step), None).check_impl("triton", step.q.device)
 
 
@@ -83,7 +83,7 @@ def _run(
     if step.given_slopes is not None:
         work["alibi_slopes"] = step.given_slopes.to(torch.float32)
     if by_head:
-        work["a_of_head"] = (step.alpha - 1.0).to(torch.float32)
+        work["a_of_head"] = (step.alphas - 1.0).to(torch.float32).to(step.q.device, non_blocking=True)
     done = replace(scratch, o=out[:, :, 0], workspace=work)
     plan.launch(step.q, store, Batch(cache.block_table, cache.seq_lens), done)
     return done

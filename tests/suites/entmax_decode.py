@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flowlib
-from flowlib.entmax import gaussian_decode, topk_decode
+from flowlib.entmax import checks, gaussian_decode, topk_decode
 from flowlib.errors import FormatError, OptionError
 from flowlib.runtime import interpreter
 from flowlib.testing.oracles.bisection import attention_scores
@@ -142,6 +142,17 @@ def test_a_cache_that_grows_drops_what_kernels_worked_in(device):
         assert_rows(scene, q, kernels[0], 1.5, assert_same(reference, kernels), [0.0] * 4)
     assert scene.twin.max_pages == 3
     assert len(scene.twin.scratch) == 1
+
+
+def test_a_tensor_alpha_is_checked_once_a_step(device, monkeypatch):
+    """Where it lies on a GPU, a check waits for it."""
+    scene, checked = world(device, (40, 33)), []
+    alphas = checks.alphas
+    monkeypatch.setattr(checks, "alphas", lambda *given, **more: checked.append(given[0]) or alphas(*given, **more))
+    q, out = (x.to(device) for x in scene.queries())
+    given = torch.tensor([1.25, 1.5, 1.75, 2.0], device=device)
+    topk_decode(q, scene.twin, None, None, out, 2, alpha=given, append_cache=False, impl="triton")
+    assert checked == ["topk_decode"]
 
 
 def test_refusals_of_kernels(device):
