@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
+from sglang.srt.utils import get_device
 
 from flowlib import vFlowMLA
 from flowlib.core.errors import BackendError, OptionError
@@ -152,11 +153,22 @@ def _choose_backend(args: Any, latents: bool) -> None:
         args.decode_attention_backend = PLUGIN_NAME
         logger.info("flowlib: --flow %s sets --decode-attention-backend to %s", args.flow, PLUGIN_NAME)
     given = args.attention_backend or args.prefill_attention_backend
-    if latents and args.device == "cpu" and not given:
+    if latents and not given and _device(args) == "cpu":
         args.prefill_attention_backend = PLUGIN_NAME
         logger.info("flowlib: --flow %s sets --prefill-attention-backend to %s", args.flow, PLUGIN_NAME)
     if args.prefill_attention_backend == PLUGIN_NAME:
+        if args.attention_backend not in (None, PLUGIN_NAME):
+            logger.info(
+                "flowlib: prefill and decoding are %s's, --attention-backend %s is left out",
+                PLUGIN_NAME,
+                args.attention_backend,
+            )
         args.attention_backend = PLUGIN_NAME  # what SGLang makes when both are the same
+
+
+def _device(args: Any) -> str:
+    """The device as SGLang will resolve it, which it does only later."""
+    return str(args.device or get_device()).split(":")[0]
 
 
 def _refuse_without_flow(args: Any) -> None:

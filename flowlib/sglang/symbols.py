@@ -96,6 +96,7 @@ TOUCHED = (
         takes=("config",),
     ),
     Touch("sglang.srt.plugins.hook_registry.HookType", "the hooks above", "read", STABLE),
+    Touch("sglang.srt.utils.get_device", "the device when --device is not given", "call", STABLE),
     Touch("sglang.srt.arg_groups.arg_utils.A", "annotations of the new fields", "call", STABLE),
     Touch("sglang.srt.arg_groups.arg_utils.Arg", "annotations of the new fields", "call", STABLE, takes=("help",)),
     Touch(

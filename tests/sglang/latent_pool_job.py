@@ -125,6 +125,26 @@ def other_version():
         args._refuse_latents()
 
 
+def chosen():
+    """The backends that a flow over latents chooses before SGLang resolves its arguments, and what is logged."""
+    from flowlib.sglang import args as ours
+
+    cases = {
+        "a CPU": (None, "cpu", {}),
+        "a GPU": (None, "cuda", {}),
+        "cpu:0": ("cpu:0", None, {}),
+        "triton beside": ("cuda", None, {"attention_backend": "triton", "prefill_attention_backend": "flowlib"}),
+    }
+    answers, names = {}, ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    for name, (device, found, given) in cases.items():
+        args = SimpleNamespace(**dict.fromkeys(names) | given, flow="quest_mla", device=device)
+        with patch.object(ours, "get_device", lambda found=found: found), patch.object(ours.logger, "info") as info:
+            ours._choose_backend(args, latents=True)
+        lines = [call.args[0] % call.args[1:] for call in info.call_args_list]
+        answers[name] = [[getattr(args, flag) for flag in names], lines]
+    return answers
+
+
 def left(cases):
     """What becomes of server arguments."""
     from sglang.srt.server_args import ServerArgs
@@ -144,7 +164,7 @@ if __name__ == "__main__":
 
     load_plugins()
     answer = {"written": {f"{flow} {page}": written(flow, page) for flow, page in FLOWS}}
-    answer |= {"built": built(), "memory": memory(), "refused": refused()}
+    answer |= {"built": built(), "memory": memory(), "refused": refused(), "chosen": chosen()}
     answer |= {"methods": latent_core.methods(), "gates": latent_core.gates(), "checks": latent_core.checks()}
     answer |= {"prefills": [latent_core.prefill(*case) for case in latent_core.PREFILLS], "graph": latent_core.graph()}
     print("ANSWER", json.dumps(answer | {"left": left(json.loads(sys.argv[1]))}))

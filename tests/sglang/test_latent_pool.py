@@ -137,6 +137,19 @@ def test_prefill_is_flowlibs_on_a_cpu_unless_another_one_is_given(answer):
     assert answer["left"]["triton"] == ["triton", "triton", "flowlib", 64]
 
 
+def test_prefill_is_chosen_by_the_device_that_sglang_will_find(answer):
+    assert answer["chosen"]["a CPU"][0] == answer["chosen"]["cpu:0"][0] == ["flowlib", "flowlib", "flowlib"]
+    assert answer["chosen"]["a GPU"][0] == [None, None, "flowlib"]
+
+
+def test_an_attention_backend_that_nothing_is_left_for_is_logged(answer):
+    chosen, logged = answer["chosen"]["triton beside"]
+    assert chosen == ["flowlib", "flowlib", "flowlib"]
+    assert logged[-1] == "flowlib: prefill and decoding are flowlib's, --attention-backend triton is left out"
+    for name in ("a CPU", "a GPU"):
+        assert not any("left out" in line for line in answer["chosen"][name][1])
+
+
 def _args(backend, graph="disabled", **more):
     fine = {"disable_chunked_prefix_cache": False, "enable_deterministic_inference": False, "kv_cache_dtype": "auto"}
     fine["cuda_graph_config"] = SimpleNamespace(prefill=SimpleNamespace(backend=graph))
