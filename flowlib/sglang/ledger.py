@@ -30,7 +30,8 @@ class Touch:
     Args:
         target: its dotted path.
         why: what flowlib needs it for.
-        how: ``replace``, ``around`` and ``after`` are hooks; ``extend``, ``call`` and ``read`` are ordinary use.
+        how: ``replace``, ``around`` and ``after`` are hooks; ``lend`` is another value for the time of a call inside
+            one; ``extend``, ``call`` and ``read`` are ordinary use.
         until: what would make the entry unnecessary.
         takes: parameters that flowlib passes or receives, by name.
         reads: attributes that flowlib reads from instances.

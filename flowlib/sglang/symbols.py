@@ -244,6 +244,12 @@ TOUCHED = (
         ),
     ),
     Touch(
+        "sglang.srt.model_executor.forward_batch_info.ForwardMode.is_decode_or_idle",
+        "whether a step without a graph decodes",
+        "call",
+        STABLE,
+    ),
+    Touch(
         "sglang.srt.model_executor.model_runner.ModelRunner",
         "pools, model and arguments for the backend",
         "read",

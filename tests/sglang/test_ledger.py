@@ -66,7 +66,7 @@ def test_hooks_are_seen_only_once_they_took(contract):
 @pytest.mark.parametrize("adapter", ADAPTERS.values())
 def test_every_entry_says_why_and_until_when(adapter):
     touched = TOUCHED + import_module(adapter).TOUCHED
-    kinds = {"replace", "around", "after", "extend", "call", "read"}
+    kinds = {"replace", "around", "after", "lend", "extend", "call", "read"}
     for touch in touched:
         assert touch.target.startswith("sglang.srt.")
         assert touch.how in kinds

@@ -16,8 +16,8 @@ TOUCHED = (
     ),
     Touch(
         "sglang.srt.mem_cache.kv_cache_configurator.MLATokenToKVPool",
-        "the name of the class that _build_mla_kv_pool builds",
-        "read",
+        "the name of the class that _build_mla_kv_pool builds: the flow's class while it builds",
+        "lend",
         NATIVE,
     ),
     Touch(
@@ -30,9 +30,9 @@ TOUCHED = (
     ),
     Touch(
         "sglang.srt.platforms.interface.SRTPlatform.get_mla_kv_pool_cls",
-        "the latent pool of an out-of-tree platform",
-        "call",
-        STABLE,
+        "the latent pool class of an out-of-tree platform; gives the flow's class while the pool is built",
+        "lend",
+        NATIVE,
     ),
     Touch(
         "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
@@ -97,6 +97,10 @@ TOUCHED = (
         hook="flowlib.sglang.mla_prefill.chunked_core",
     ),
     Touch(f"{_FORWARD}.forward_methods.AttnForwardMethod.MHA_CHUNKED_KV", "the way of chunks", "read", _CHUNKS),
+    Touch(
+        f"{_FORWARD}.forward_methods.AttnForwardMethod.MHA_ONE_SHOT", "the way whose prefix is chunked", "read", _CHUNKS
+    ),
+    Touch(f"{_FORWARD}.forward_methods.AttnForwardMethod.MLA", "the absorbed way, with an fp8 pool", "read", _CHUNKS),
     Touch(
         "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA",
         "projections, sizes and the gate of an MLA layer",

@@ -37,8 +37,9 @@ TOUCHED = (
     ),
     Touch(
         "sglang.srt.platforms.interface.SRTPlatform.get_mha_kv_pool_cls",
-        "the pool class of an out-of-tree platform",
-        "call",
-        STABLE,
+        "the pool class of an out-of-tree platform; gives the flow's class while the pool is built",
+        "lend",
+        NATIVE,
     ),
+    Touch("sglang.srt.platforms.current_platform", "the out-of-tree platform", "read", STABLE),
 )
