@@ -141,7 +141,7 @@ def save(result: Result, folder: Path, method: str, picture: bool = True) -> lis
     """Writes ``bench_entmax_<method>.json`` and, if asked, with matplotlib and a green gate, the ``.png``."""
     wanted = picture and result.green and result.rows
     paint = (lambda path: draw(result.rows, path)) if wanted else None
-    return result.save(folder, f"bench_entmax_{method}", as_json(result), paint)
+    return result.save(folder, f"bench_entmax_{method}", lambda: as_json(result), paint)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -228,4 +228,4 @@ def save(result: Result, folder: Path, picture: bool = True) -> list[Path]:
         draw(result.prefill, result.decode, path)
 
     wanted = picture and result.green and (result.prefill or result.decode)
-    return result.save(folder, "bench_mla", as_json(result), paint if wanted else None)
+    return result.save(folder, "bench_mla", lambda: as_json(result), paint if wanted else None)

@@ -159,7 +159,7 @@ def save(result: Result, folder: Path, picture: bool = True) -> list[Path]:
     """Writes ``bench_decode.json`` and, if asked, with matplotlib and a green gate, ``bench_decode.png``."""
     wanted = picture and result.green and result.rows
     paint = (lambda path: draw(result.rows, path)) if wanted else None
-    return result.save(folder, "bench_decode", as_json(result), paint)
+    return result.save(folder, "bench_decode", lambda: as_json(result), paint)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

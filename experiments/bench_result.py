@@ -50,20 +50,23 @@ class BenchResult:
         }  # fmt: skip
         return found | dict(measured()) if self.green else found
 
-    def save(self, folder: Path, name: str, told: Mapping[str, Any], draw: Callable[[Path], None] | None) -> list[Path]:
-        """Writes ``<name>.json`` and, with matplotlib, what `draw` draws as ``<name>.png``; an old picture goes."""
+    def save(
+        self, folder: Path, name: str, told: Callable[[], Mapping[str, Any]], draw: Callable[[Path], None] | None
+    ) -> list[Path]:
+        """Writes what `told` says as ``<name>.json`` and, with matplotlib, what `draw` draws as ``<name>.png``.
+
+        An old picture goes.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         path, drawn = folder / f"{name}.json", folder / f"{name}.png"
-        path.write_text(json.dumps(plain(told), indent=1) + "\n", encoding="utf-8")
         drawn.unlink(missing_ok=True)
-        if draw is None:
-            return [path]
-        try:
-            draw(drawn)
-        except ImportError:
-            self.note("matplotlib is not installed: no picture")
-            return [path]
-        return [path, drawn]
+        if draw is not None:
+            try:
+                draw(drawn)
+            except ImportError:
+                self.note("matplotlib is not installed: no picture")
+        path.write_text(json.dumps(plain(told()), indent=1) + "\n", encoding="utf-8")
+        return [path, drawn] if drawn.exists() else [path]
 
 
 def plain(value: Any) -> Any:

@@ -3,9 +3,10 @@
     compute-sanitizer --tool memcheck python experiments/small_cases.py
     compute-sanitizer --tool racecheck python experiments/small_cases.py --flow quest --flow block_sparse
 
-Every registered flow writes a pool, updates its fields, and steps once in Triton over rows of odd lengths whose pages
-are scattered, a row of one token and an empty one among them; rows wider than registers hold are selected, too. Results
-are compared with the reference, so that a run says that the kernels ran.
+Every registered flow writes a pool, updates its fields, and steps in Triton over rows of odd lengths whose pages are
+scattered, a row of one token and an empty one among them: with fields updated beforehand, in the launch that scores,
+and beside attention to a table of short rows. So do rows wider than registers hold, an entmax row of many tokens, and a
+prefill in chunks. Results are compared with the reference, so that a run says that the kernels ran.
 """
 
 from __future__ import annotations
@@ -18,43 +19,78 @@ import typer
 from rich.console import Console
 
 import flowlib
-from flowlib.errors import FlowlibError
+from flowlib import mla
+from flowlib.entmax import gaussian_decode, topk_decode
+from flowlib.errors import FlowlibError, OptionError
 from flowlib.kernels.planning import launch_page_table
 from flowlib.kernels.select import launch_select
 
 LENGTHS = (0, 1, 37, 130, 259)
-_PAGE, _WIDTH, _WIDE = 16, 19, 20_000
+_PAGE, _TOKENS, _WIDE = 16, 304, 20_000
 _K_AND_V: dict[str, Any] = {"head_dim": 64, "group_size": 4, "num_kv_heads": 2}
 _LATENT: dict[str, Any] = {"kv_lora_rank": 64, "head_dim": 80, "group_size": 20, "num_kv_heads": 1, "scale": 0.1}
 _RELATIVE_ERROR = 0.05  # bf16 against fp32: a kernel that reads the wrong memory is off by far more
 
 
-def step_flow(name: str, device: str, float8: bool) -> float:
-    """The relative error of one step of a flow against its reference."""
+def plan_of(name: str, float8: bool) -> flowlib.Plan:
+    """The flow's plan for small sizes, with pages of its own size where it takes no other."""
     flow = flowlib.build(name)
-    spec = flowlib.Spec(
-        page_size=_PAGE, top_k=3, max_pages=_WIDTH, max_batch=len(LENGTHS),
-        summary_dtype=torch.float8_e4m3fn if float8 else None,
-        **(_LATENT if isinstance(flow, flowlib.vFlowMLA) else _K_AND_V),
-    )  # fmt: skip
-    plan = flowlib.profile(flow, spec)
+    sizes = _LATENT if isinstance(flow, flowlib.vFlowMLA) else _K_AND_V
+    sizes |= {"summary_dtype": torch.float8_e4m3fn if float8 else None, "max_batch": len(LENGTHS)}
+
+    def with_pages(size: int) -> flowlib.Plan:
+        return flowlib.profile(flow, flowlib.Spec(page_size=size, top_k=3, max_pages=_TOKENS // size, **sizes))
+
+    try:
+        return with_pages(_PAGE)
+    except OptionError:
+        return with_pages(flow.default_page_size)
+
+
+def step_flow(name: str, device: str, float8: bool) -> float:
+    """The largest relative error of some steps of a flow against their reference."""
+    plan = plan_of(name, float8)
+    spec, page = plan.spec, plan.spec.page_size
     generator = torch.Generator().manual_seed(0)
-    pages = len(LENGTHS) * _WIDTH
-    table = torch.randperm(pages, generator=generator).to(torch.int32).view(len(LENGTHS), _WIDTH).to(device)
+    pages = len(LENGTHS) * spec.max_pages
+    table = torch.randperm(pages, generator=generator).to(torch.int32).view(len(LENGTHS), -1).to(device)
     pool = flowlib.PagedPool(plan, pages, device)
     k, v = (
-        torch.randn(pages * _PAGE, spec.num_kv_heads, n, generator=generator).bfloat16().to(device)
+        torch.randn(pages * page, spec.num_kv_heads, n, generator=generator).bfloat16().to(device)
         for n in (spec.head_dim, spec.dv)
     )
-    pool.write(k, None if spec.is_mla else v, torch.arange(pages * _PAGE, device=device), impl="triton")
+    pool.write(k, None if spec.is_mla else v, torch.arange(pages * page, device=device), impl="triton")
     q = torch.randn(len(LENGTHS), spec.num_heads, spec.head_dim, generator=generator).bfloat16().to(device)
     batch = flowlib.Batch(table, torch.tensor(LENGTHS, dtype=torch.int32, device=device))
-    twin = pool.clone()
-    got = plan.step(q, pool, batch, impl="triton").o.float()
-    dense = flowlib.dense(q, pool, batch, impl="triton").o.float()
-    want = plan.step(q, twin, batch).o.float()
-    whole = flowlib.dense(q, twin, batch).o.float()
-    return float(torch.maximum((got - want).norm() / want.norm(), (dense - whole).norm() / whole.norm()))
+    width = plan.full_pages
+    short = flowlib.Batch(table[:, :width], batch.seq_lens.clamp(max=width * page)) if width else None
+    answers = []
+    for impl in ("triton", "reference"):
+        own = pool.clone()
+        outs = [flowlib.dense(q, own, batch, impl=impl).o, with_update(plan, q, own, batch, impl)]
+        outs.append(plan.step(q, own, batch, impl=impl).o)
+        outs += [with_update(plan, q, own, short, impl)] if short else []
+        answers.append(outs)
+    return max(_error(*pair) for pair in zip(*answers, strict=True))
+
+
+def with_update(
+    plan: flowlib.Plan, q: torch.Tensor, pool: flowlib.PagedPool, batch: flowlib.Batch, impl: str
+) -> torch.Tensor:
+    """The attention of a step that first updates the pages its rows finish; in Triton in as few launches as it can."""
+    page, last = plan.spec.page_size, (batch.seq_lens - 1).clamp(min=0).long()
+    slots = batch.page_table.gather(1, last[:, None] // page)[:, 0] * page + last % page
+    loc = torch.where(batch.seq_lens > 0, slots, -1)
+    if impl == "reference":
+        plan.update(pool, loc)
+        return plan.step(q, pool, batch).o
+    out = plan.allocate(batch.size, batch.width, q.device)
+    plan.launch(q, pool, batch, out, loc)
+    return out.o
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
 
 
 def select_wide(device: str) -> bool:
@@ -70,6 +106,51 @@ def select_wide(device: str) -> bool:
     return torch.equal(pages[0, :, 1:-1].long(), best) and lengths.tolist() == [[12, 12]]
 
 
+def select_above(device: str) -> bool:
+    """Whether a row that several programs share gets every page above -inf."""
+    scores = torch.randn(2, 1, _WIDE, generator=torch.Generator().manual_seed(2)).to(device)
+    scores = torch.where(scores > 0, scores, -torch.inf)
+    pages = torch.empty(1, 2, _WIDE, dtype=torch.int32, device=device)
+    lengths = torch.empty(1, 2, dtype=torch.int32, device=device)
+    launch_select(
+        scores, torch.tensor([_WIDE * _PAGE], dtype=torch.int32, device=device), pages, lengths, num_kv_heads=2,
+        lanes=1, page_size=_PAGE, bos=0, eos=0, top_k=1 << 30, ratio_q16=0, dense_below=0, scored=True,
+    )  # fmt: skip
+    best = [torch.nonzero(row[0] > 0)[:, 0] for row in scores]
+    return all(torch.equal(pages[0, h, : len(own)].long(), own) for h, own in enumerate(best))
+
+
+def decode_entmax(device: str) -> bool:
+    """Whether an entmax row with more tokens than registers hold is right, by either selection."""
+    generator = torch.Generator().manual_seed(3)
+    k, v, q = (torch.randn(1, 2, n, 32, generator=generator).half().to(device) for n in (4500, 4500, 1))
+    cache = flowlib.PagedKVCache(page_size=_PAGE, stats=("topk", "gaussian"))
+    cache.initialize(k, v)
+    kept: dict[str, list[torch.Tensor]] = {"triton": [], "reference": []}
+    for impl, outs in kept.items():
+        outs += [torch.empty_like(q), torch.empty_like(q)]
+        topk_decode(q, cache, None, None, outs[0], 270, append_cache=False, impl=impl)
+        gaussian_decode(q, cache, None, None, outs[1], impl=impl)
+    return all(_error(*pair) <= _RELATIVE_ERROR for pair in zip(*kept.values(), strict=True))
+
+
+def prefill_latents(device: str) -> bool:
+    """Whether new tokens over two chunks of latents attend as in the reference."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(6, 2, n, generator=generator).bfloat16().to(device) for n in (80, 80, 64))
+    cache = torch.randn(4, _PAGE, 96, generator=generator).bfloat16().to(device)
+    weight = (torch.randn(80, 2 * (64 + 64), generator=generator) / 9).bfloat16().to(device)
+    context = mla.build_chunked_context([37, 4], [0, 3, 6], 2 * _PAGE, _PAGE, device=device)
+    table = torch.tensor([[3, 0, 2], [1, 1, 1]], dtype=torch.int32, device=device)
+    got, want = (
+        mla.chunked_prefill(
+            q, k, v, cache, table, context, mla.up_projection(weight, 2, 64), scale=0.1, impl=impl, attention=impl
+        ).o
+        for impl in ("triton", "reference")
+    )
+    return _error(got, want) <= _RELATIVE_ERROR
+
+
 def plan_pages(device: str) -> bool:
     """Whether the page table of a step is read off a token table."""
     slots = (torch.randperm(8, device=device)[:, None] * _PAGE + torch.arange(_PAGE, device=device)).view(2, -1).int()
@@ -78,6 +159,12 @@ def plan_pages(device: str) -> bool:
     launch_page_table(slots, torch.tensor([1, 0], device=device), lengths, table, page_size=_PAGE)
     want = slots.view(2, 4, _PAGE)[:, :, 0] // _PAGE
     return torch.equal(table[0], want[1]) and table[1].tolist() == [*want[0, :2].tolist(), -1, -1]
+
+
+CASES = {
+    "wide rows": select_wide, "rows without a budget": select_above, "page table": plan_pages,
+    "long entmax rows": decode_entmax, "prefill in chunks": prefill_latents,
+}  # fmt: skip
 
 
 def main(
@@ -97,7 +184,7 @@ def main(
                 continue
             wrong += not error <= _RELATIVE_ERROR
             console.print(f"{label}: {'ok' if error <= _RELATIVE_ERROR else 'WRONG'}, relative error {error:.1e}")
-    for what, check in (("wide rows", select_wide), ("page table", plan_pages)):
+    for what, check in CASES.items():
         good = check(device)
         wrong += not good
         console.print(f"{what}: {'ok' if good else 'WRONG'}")

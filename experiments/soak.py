@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -39,6 +40,8 @@ async def soak(server: Server, mix: Mix, concurrency: int) -> Outcome:
 
         await asyncio.gather(*(one(index) for index in range(mix.count)))
         watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
         outcome.busy = await server.look()
         await asker.flush()
         outcome.idle = await server.look()

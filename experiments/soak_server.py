@@ -74,7 +74,7 @@ class Server:
         )  # fmt: skip
         try:
             self._wait_until_healthy()
-        except ServerError:
+        except BaseException:  # an interrupted start, too, must leave no server behind
             self.__exit__()
             raise
         return self
