@@ -33,7 +33,7 @@ test-compile: $(STAMP)  ## Compile every flow's kernels for GPUs, without one
 	$(PAIR) env -u TRITON_INTERPRET $(PYTEST) tests/compile -n 2
 
 test-sglang: $(STAMP)  ## The plugin inside stock SGLang 0.5.16 and 0.5.23, on the CPU
-	env -u TRITON_INTERPRET $(PYTEST) tests/sglang
+	$(PAIR) env -u TRITON_INTERPRET $(PYTEST) tests/sglang -n 2 --dist loadfile
 
 check: lint types layers  ## Everything a reviewer would not want to say
 
