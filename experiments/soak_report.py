@@ -94,8 +94,9 @@ def _answers(outcome: Outcome, mix: Mix, dtype: str) -> list[Verdict]:
         Verdict("log probabilities that are none", f"{len(strange)}", f"0 of {len(values)}",
                 not strange and bool(values)),
         Verdict("tokens outside the vocabulary", f"{len(outside)}", "0", not outside),
-        Verdict("probes unlike alone", _some(early), f"0 of {len(probes)} (margin {allowed:.1e})",
-                not early and bool(probes)),
+        # what a retracted request has answered is prefilled anew, densely: a sparse answer may then go on otherwise
+        Verdict("probes unlike alone", _some(early), f"no more than retracted, of {len(probes)} (margin {allowed:.1e})",
+                len(early) <= outcome.retracted and bool(probes)),
         Verdict("malformed or too long, not refused", _some(accepted), f"0 of {len(refused)}",
                 not accepted and bool(refused)),
         Verdict("aborted or left, yet answered whole", f"{len(ran)}", f"fewer than {len(cut)}", len(ran) < len(cut)),
