@@ -1,4 +1,4 @@
-"""One small case of every kernel, to run under a tool that watches memory.
+"""One small case of each kernel that a flow, entmax decoding or latent prefill launches, for tools that watch memory.
 
     compute-sanitizer --tool memcheck python experiments/small_cases.py
     compute-sanitizer --tool racecheck python experiments/small_cases.py --flow quest --flow block_sparse
@@ -171,7 +171,7 @@ def main(
     flow: Annotated[list[str] | None, typer.Option(help="A flow; all where none is given.")] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu to interpret the kernels.")] = "cuda",
 ) -> None:
-    """Runs one small case of every kernel and compares it with the reference."""
+    """Runs the small cases and compares them with the reference."""
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     wrong = 0
     for name in flow or flowlib.list_flows():
