@@ -243,7 +243,7 @@ def merged(
     """float64 merge of ``[T, H, D]`` and ``[T, H]``: both sides hold sums over e^lse, so multiply, add, divide."""
     a, b = (torch.where(x == math.inf, -math.inf, x.double()) for x in (prefix_lse, suffix_lse))
     total = torch.logaddexp(a, b)
-    o = torch.zeros(prefix.shape, dtype=torch.float64)
+    o = torch.zeros(prefix.shape, dtype=torch.float64, device=prefix.device)
     for lse, part in ((a, prefix), (b, suffix)):
         share = (lse - total).exp()[..., None]
         o += torch.where(share > 0, part.double() * share, 0.0)

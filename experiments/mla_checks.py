@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from mla_cases import (
@@ -194,7 +195,7 @@ def merge_case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 
 def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
     """Largest distance; equal infinities are none, and a NaN on one side is infinite."""
-    got, wanted = got.detach().cpu().double(), wanted.double()
+    got, wanted = got.detach().double(), wanted.to(got.device).double()
     apart = torch.where(got == wanted, 0.0, (got - wanted).abs())
     apart = torch.where(apart.isnan(), math.inf, apart)
     return float(apart.max())
@@ -226,17 +227,17 @@ def check_merge(impls: Sequence[str], device: str, full: bool) -> Section:
 
 def _matrix_row(impl: str, shape: tuple[int, int, int], limit: int | None, dtype: torch.dtype, device: str) -> Row:
     """A tenth of each side's log-sum-exp is +inf, never both."""
-    generator = torch.Generator().manual_seed(shape[0] + shape[1])
-    p, s = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-    p_lse, s_lse = (torch.randn(shape[:2], generator=generator) for _ in range(2))
-    draw = torch.rand(shape[:2], generator=generator)
+    generator = torch.Generator(device).manual_seed(shape[0] + shape[1])
+    where: dict[str, Any] = {"generator": generator, "device": device}
+    p, s = (torch.randn(shape, **where).to(dtype) for _ in range(2))
+    p_lse, s_lse = (torch.randn(shape[:2], **where) for _ in range(2))
+    draw = torch.rand(shape[:2], **where)
     p_lse[draw < 0.1], s_lse[draw > 0.9] = math.inf, math.inf
     out, out_lse = torch.full(shape, math.nan, dtype=dtype, device=device), torch.full(shape[:2], math.nan).to(device)
-    given = (x.to(device) for x in (p, p_lse, s, s_lse))
-    mla.merge_attn_states(*given, out=out, out_lse=out_lse, prefill_tokens_with_context=limit, impl=impl)
+    mla.merge_attn_states(p, p_lse, s, s_lse, out, out_lse, limit, impl=impl)
     o, lse = merged(p, p_lse, s, s_lse, shape[0] if limit is None else limit)
     relative = 1e-2 if dtype is torch.bfloat16 else 1e-3
-    beyond = (out.cpu().double() - o).abs() / (1e-3 + relative * o.abs())
+    beyond = (out.double() - o).abs() / (1e-3 + relative * o.abs())
     error = float(torch.where(beyond.isnan(), math.inf, beyond).max())
     lse_error = distance(out_lse, lse)
     name = str(dtype).removeprefix("torch.")

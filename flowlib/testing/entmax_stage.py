@@ -36,8 +36,8 @@ def judge_entmax(run: Run, attention: Entmax) -> dict[str, tuple[Judgement, str]
             off = gamma(spec.head_dim + 3, run.compute) * truth.logit + gamma(ELEMENTARY, run.compute) / a
             step = 2 * off[:, None] * truth.spread + gamma(tokens + ELEMENTARY, run.compute) * truth.size
             found["o"].add(label, out.o[i, heads], truth.o, low.o.to(o_dtype), step)
-            tau, mass = (x[i, heads] for x in (out.tau, out.mass))  # type: ignore[index]
-            rounding = a * off + gamma(2, run.compute) * torch.where(tau > -torch.inf, tau.abs().cpu().double(), 0.0)
+            tau, mass = (x[i, heads].cpu() for x in (out.tau, out.mass))  # type: ignore[index]
+            rounding = a * off + gamma(2, run.compute) * torch.where(tau > -torch.inf, tau.abs().double(), 0.0)
             found["tau"].add(label, tau, truth.tau, low.tau, rounding)
             moved = torch.full_like(truth.mass, gamma(64, run.compute) + gamma(ELEMENTARY, run.compute) / a)
             if own is not None:

@@ -1,13 +1,11 @@
 """A decode step in a CUDA graph: lengths change between replays, nothing waits, nothing is allocated."""
 
-import warnings
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 import flowlib
 from flowlib.testing import fill_nan, scene
+from tests.gpu.waiting import waiting_is_an_error
 from tests.suites.flow_cases import FLOWS, plan_for
 from tests.suites.same import SPEC, bits, differing
 
@@ -32,17 +30,6 @@ def warm(made, store, out) -> None:
     """Compiles what a step launches, outside of the capture."""
     made.plan.launch(made.q, store, made.batch, out)
     torch.cuda.synchronize()
-
-
-@contextmanager
-def waiting_is_an_error():
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch calls the mode a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @flows

@@ -7,6 +7,7 @@ import torch
 
 from flowlib import mla
 from flowlib.mla import flashinfer_ragged
+from tests.gpu.waiting import waiting_is_an_error
 from tests.suites.mla_attend import (  # noqa: F401
     test_attention_beyond_two_to_the_31_elements,
     test_attention_of_other_sizes_and_dtypes,
@@ -104,10 +105,7 @@ def test_a_warm_loop_over_chunks_waits_for_nothing(device):
     run = {"scale": case.sizes.scale, "impl": "triton", "attention": "triton"}
     mla.chunked_prefill(*given, **run)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         done = mla.chunked_prefill(*given, **run)
         mla.build_chunked_context(case.context, case.query_start_loc, case.workspace, 16, device=device)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert made.error(done.o) <= 5e-2, "the weight is rounded to bf16 here"
