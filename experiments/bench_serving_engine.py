@@ -7,6 +7,7 @@ probabilities of every step go to files) or workloads to be measured. One line o
 from __future__ import annotations
 
 import asyncio
+import glob
 import itertools
 import json
 import math
@@ -24,18 +25,23 @@ Prompts = list[list[int]]
 class RecordAndForce:
     """Appends the log probabilities of each request's step to its file, then forces the next token of its list.
 
-    The step is the number of rows the file has: SGLang's own count lags behind when it schedules ahead.
+    The step is the number of rows the file has: SGLang's own count lags behind when it schedules ahead. With tensor
+    parallelism every rank is called; those after the first have files of their own.
     """
 
     def __call__(self, logits: Any, custom_param_list: list[dict[str, Any]]) -> Any:
         """Called by SGLang with logits `[requests, vocabulary]` before anything else touches them."""
         import os
 
+        import torch
+
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         for row, params in zip(logits, custom_param_list, strict=True):
             raw = row.double().log_softmax(0).cpu().numpy()
-            size = os.path.getsize(params["path"]) if os.path.exists(params["path"]) else 0
+            path = f"{params['path']}.rank{rank}" if rank else params["path"]
+            size = os.path.getsize(path) if os.path.exists(path) else 0
             step = size // raw.nbytes
-            with open(params["path"], "ab") as file:
+            with open(path, "ab") as file:
                 file.write(raw.tobytes())
             if step < len(params["force"]):
                 chosen = row[params["force"][step]].clone()
@@ -54,8 +60,9 @@ def force(engine: Any, sequences: Sequence[dict[str, Any]]) -> None:
     import dill
 
     for sequence in sequences:
-        if os.path.exists(sequence["path"]):
-            os.unlink(sequence["path"])
+        path = glob.escape(sequence["path"])
+        for old in glob.glob(path) + glob.glob(f"{path}.rank*"):
+            os.unlink(old)
     engine.generate(
         input_ids=[sequence["prompt"] for sequence in sequences],
         sampling_params=[

@@ -88,14 +88,20 @@ def parse_workload(text: str) -> Workload:
     return Workload(int(found[1]), int(found[2]) * (1024 if found[3] else 1))
 
 
-def parse_servers(flows: tuple[str, ...], dense: tuple[str, ...], flow_config: dict[str, Any]) -> list[Server]:
-    """The dense servers first, by SGLang's attention backend; the flows prefill with the first of those."""
+def parse_servers(
+    flows: tuple[str, ...], dense: tuple[str, ...], flow_config: dict[str, Any], tp: int = 1
+) -> list[Server]:
+    """The dense servers first, by SGLang's attention backend; the flows prefill with the first of those.
+
+    With `tp` above 1 each runs on so many GPUs (tensor parallelism), and its name says so.
+    """
     if not dense:
         raise BenchError("--dense names no attention backend, expected at least one to compare with")
-    servers = [Server(f"dense {name}", {"attention_backend": name}) for name in dense]
+    end, ranks = (f", TP {tp}", {"tp_size": tp}) if tp > 1 else ("", {})
+    servers = [Server(f"dense {name}{end}", {"attention_backend": name, **ranks}) for name in dense]
     for flow in flows:
-        engine = {"attention_backend": dense[0], "flow": flow, "flow_config": flow_config}
-        servers.append(Server(flow, engine, flow))
+        engine = {"attention_backend": dense[0], "flow": flow, "flow_config": flow_config, **ranks}
+        servers.append(Server(flow + end, engine, flow))
     return servers
 
 

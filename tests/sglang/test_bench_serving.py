@@ -50,6 +50,8 @@ def test_servers_differ_in_nothing_but_their_attention():
     first, second, flow = shapes.parse_servers((QUEST,), ("flashinfer", "fa3"), {"top_k": 3})
     assert (first.engine, second.engine) == ({"attention_backend": "flashinfer"}, {"attention_backend": "fa3"})
     assert flow.engine == {"attention_backend": "flashinfer", "flow": QUEST, "flow_config": {"top_k": 3}}
+    on_two = shapes.parse_servers((QUEST,), ("flashinfer",), {}, 2)
+    assert [(s.name, s.engine["tp_size"]) for s in on_two] == [("dense flashinfer, TP 2", 2), (f"{QUEST}, TP 2", 2)]
     with pytest.raises(shapes.BenchError, match="--dense names no attention backend"):
         shapes.parse_servers((QUEST,), (), {})
 
