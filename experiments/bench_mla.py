@@ -50,6 +50,7 @@ from flowlib.errors import FlowlibError
 
 PARTS = ("prefill", "schedule", "decode", "tiles")
 _WIDTH = 250
+LIBRARIES = ("FlashInfer", "FA3")
 _GIB = 1 << 30
 
 
@@ -65,7 +66,7 @@ class Settings:
         device: ``cuda``, or ``cpu`` for the gate alone.
         seconds: of replays per number.
         time_budget: seconds after which what is left is skipped.
-        gate_only: no times; compile_peers: let FlashInfer compile.
+        gate_only: no times; compile_peers: let FlashInfer compile; without: libraries whose kernels are left out.
     """
 
     parts: tuple[str, ...]
@@ -81,6 +82,7 @@ class Settings:
     time_budget: float | None = None
     gate_only: bool = False
     compile_peers: bool = False
+    without: tuple[str, ...] = ()
 
 
 class MlaBench:
@@ -151,8 +153,9 @@ class MlaBench:
     def _prefill(self, part: str, shapes: Sequence[PrefillShape]) -> None:
         rates = (self.result.rates["read"], self.result.rates["matmul"]) if self.timing else None
         bench = PrefillBench(
-            self.settings.device, self.settings.seconds, self.l2, rates, self.settings.compile_peers, self.result.note
-        )
+            self.settings.device, self.settings.seconds, self.l2, rates, self.settings.compile_peers,
+            self.result.note, self.settings.without,
+        )  # fmt: skip
         for shape in shapes:
             where = f"{shape.label}, {shape.heads} heads, workspace {shape.workspace:,}"
             if self._spent(f"{part} {where}"):
@@ -178,7 +181,7 @@ class MlaBench:
             self.result.decode = bench.rows(s.works, self.result.rates["matmul"])
             save(self.result, s.out, picture=False)
 
-        bench = LatentBench(asked, self.console, keep)
+        bench = LatentBench(asked, self.console, keep, s.without)
         bench.collect()
         self.result.verdicts += bench.result.verdicts
         if bench.result.rows and self.result.green:
@@ -201,6 +204,15 @@ class MlaBench:
                 self.result.tiles += tiles.sweep(
                     case, (*more, *tiles.TILES[case.kernel]), s.seconds / 3, self.result.note
                 )
+
+
+def _libraries(text: str) -> tuple[str, ...]:
+    """The names of ``FlashInfer,FA3``. Raises BenchError."""
+    names = tuple(text.split(",")) if text else ()
+    for name in names:
+        if name not in LIBRARIES:
+            raise BenchError(f"--without is {text!r}, expected names among {', '.join(LIBRARIES)}")
+    return names
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:
@@ -239,6 +251,9 @@ def main(
     time_budget: Annotated[float | None, typer.Option(help="Seconds after which what is left is skipped.")] = None,
     gate_only: Annotated[bool, typer.Option("--gate-only", help="Correctness only.")] = False,
     compile_peers: Annotated[bool, typer.Option("--compile-peers", help="Let FlashInfer compile kernels.")] = False,
+    without: Annotated[
+        str, typer.Option(help="Libraries left out, comma separated: FlashInfer, FA3; some builds end the process.")
+    ] = "",
     device: Annotated[str, typer.Option(help="cuda, or cpu for the gate alone.")] = "cuda",
     out: Annotated[Path, typer.Option(help="Folder for bench_mla.json and .png.")] = Path("out"),
 ) -> None:
@@ -258,6 +273,7 @@ def main(
             tuple(decode_workloads(shapes, count, pages, budget)), mla_flows(flow or ()), count,
             tuple(tiles.parse_tile(t) for t in tile or ()), out, device,
             seconds if seconds is not None else 0.03 if quick else 0.1, time_budget, gate_only, compile_peers,
+            _libraries(without),
         )  # fmt: skip
         code = MlaBench(settings, console).run()
     except (BenchError, FlowlibError) as error:

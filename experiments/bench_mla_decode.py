@@ -96,7 +96,14 @@ class LatentPeers(Peers):
 
     Args:
         compile_missing: let FlashInfer compile a kernel that is not there, which takes minutes.
+        without: libraries whose kernels are left out.
     """
+
+    def __init__(self, compile_missing: bool = False, without: Sequence[str] = ()) -> None:
+        super().__init__(compile_missing)
+        for name in set(without) & set(self.versions):
+            del self.versions[name]
+            self.absent[name] = "left out by --without"
 
     def prepare(self, problem: Problem, spec: flowlib.Spec) -> tuple[dict[str, Peer], dict[str, str]]:
         """As for :class:`bench_peers.Peers`."""
@@ -156,11 +163,14 @@ class LatentBench(bench_decode.Bench):
         settings: what to run.
         console: where its progress goes.
         keep: called whenever a workload has been measured.
+        without: libraries whose kernels are left out.
     """
 
-    def __init__(self, settings: bench_decode.Settings, console: Console, keep: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: bench_decode.Settings, console: Console, keep: Callable[[], None], without: Sequence[str]
+    ) -> None:
         super().__init__(settings, console)
-        self._keep = keep
+        self._keep, self._without = keep, without
 
     def arena(self, size: int) -> Arena:
         """Memory for the latents."""
@@ -168,7 +178,7 @@ class LatentBench(bench_decode.Bench):
 
     def peers(self) -> Peers:
         """Dense attention over latents."""
-        return LatentPeers(self.settings.compile_peers)
+        return LatentPeers(self.settings.compile_peers, self._without)
 
     def keep(self) -> None:
         """Saves what is known so far."""

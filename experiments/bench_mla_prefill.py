@@ -136,6 +136,7 @@ class PrefillBench:
         rates: bytes a second read and operations a second, or None for the gate alone.
         compile_missing: let FlashInfer compile.
         note: called with each note.
+        without: libraries whose kernels are left out.
 
     Attributes:
         verdicts: of the gate, so far.
@@ -148,6 +149,7 @@ class PrefillBench:
     rates: tuple[float, float] | None
     compile_missing: bool
     note: Callable[[str], None]
+    without: tuple[str, ...] = ()
     verdicts: list[Verdict] = field(default_factory=list)
     failed: bool = False
 
@@ -160,6 +162,9 @@ class PrefillBench:
             shape, self.device != "cpu", self.compile_missing
         )
         for name, make in makers.items():
+            if any(name.endswith(f" {library}") for library in self.without):
+                self.note(f"{name} is not measured: left out by --without")
+                continue
             try:
                 variant = make(problem)
             except (*FAILURES, FlowlibError) as error:

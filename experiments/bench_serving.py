@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -68,6 +69,7 @@ def engine_process(job: Path, device: str, ranks: int) -> Iterator[subprocess.Po
 
 def run_engine(job: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """Runs one engine to its end and returns its events. Raises EngineError."""
+    folder.mkdir(exist_ok=True)
     path = folder / "job.json"
     path.write_text(json.dumps(job), encoding="utf-8")
     events: list[dict[str, Any]] = []
@@ -93,17 +95,20 @@ class Bench:
         repeats: how often an answer is timed.
         seed: of prompts and forced tokens.
         folder: for models, jobs and what engines write.
+        gate_jobs: engines of the gate at a time.
     """
 
     def __init__(
-        self, device: str, workloads: list[Workload], new_tokens: int, repeats: int, seed: int, folder: Path
-    ) -> None:
+        self, device: str, workloads: list[Workload], new_tokens: int, repeats: int, seed: int, folder: Path,
+        gate_jobs: int = 1,
+    ) -> None:  # fmt: skip
         self.device = device
         self.workloads = workloads
         self.new_tokens = new_tokens
         self.repeats = repeats
         self.seed = seed
         self.folder = folder
+        self.gate_jobs = gate_jobs
         longest = max(w.context for w in workloads)
         self.context = longest + new_tokens + 64
         self.settings = shapes.engine_settings(device, self.context, max(w.batch for w in workloads))
@@ -126,10 +131,16 @@ class Bench:
         asked = gate.sequences(self.device, self.seed)
         wanted, largest = gate.truth(model, asked)
         allowed = 0.0
-        for server, sees in [(s, False) for s in servers] + [(s, True) for s in servers if s.flow][:1]:
-            console.print(f"gate: {server.name}{', budget of a page' if sees else ''}", highlight=False)
+        runs = [(s, False) for s in servers] + [(s, True) for s in servers if s.flow][:1]
+        with ThreadPoolExecutor(self.gate_jobs) as pool:
+            budgets = [SMALL_BUDGET if sees else 2048 // shapes.PAGE for _, sees in runs]
+            jobs = [
+                pool.submit(self._forced, server, model, asked, top_k, self.folder / f"gate{i}")
+                for i, ((server, _), top_k) in enumerate(zip(runs, budgets, strict=True))
+            ]
+        for (server, sees), job in zip(runs, jobs, strict=True):
             try:
-                rows, counted = self._forced(server, model, asked, SMALL_BUDGET if sees else 2048 // shapes.PAGE)
+                rows, counted = job.result()
             except EngineError as error:
                 if server.flow or not result.verdicts:
                     raise
@@ -143,8 +154,11 @@ class Bench:
         missing = {skip["server"] for skip in result.skipped}
         return [server for server in servers if server.name not in missing]
 
-    def _forced(self, server: Server, model: Path, asked: list[dict[str, Any]], top_k: int) -> tuple[Any, Any]:
-        paths = [self.folder / f"logits{i}" for i in range(len(asked))]
+    def _forced(
+        self, server: Server, model: Path, asked: list[dict[str, Any]], top_k: int, folder: Path
+    ) -> tuple[Any, Any]:
+        console.print(f"gate: {server.name}, budget of {top_k} pages", highlight=False)
+        paths = [folder / f"logits{i}" for i in range(len(asked))]
         engine = self.settings | server.engine | {
             "model_path": str(model), "load_format": "auto", "enable_custom_logit_processor": True,
             "context_length": 2048, "max_total_tokens": 4096,
@@ -152,7 +166,7 @@ class Bench:
         if server.flow:
             engine["flow_config"] = {**server.engine["flow_config"], "top_k": top_k, "top_k_ratio": 0.0}
         force = [sequence | {"path": str(path)} for sequence, path in zip(asked, paths, strict=True)]
-        events = run_engine({"engine": engine, "force": force, "workloads": []}, self.folder)
+        events = run_engine({"engine": engine, "force": force, "workloads": []}, folder)
         counted = next(e["counted"] for e in events if e["event"] == "forced")
         try:
             return gate.load(paths, gate.NEW_TOKENS[self.device]), counted
@@ -231,6 +245,7 @@ def main(
         str | None, typer.Option(help="JSON object, as for SGLang's flag; top_k 128 where not given, 4 on a CPU.")
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="GPUs of a server; above 1 the gate also runs them on one.")] = 1,
+    gate_jobs: Annotated[int, typer.Option(min=1, help="Engines of the gate at a time.")] = 1,
     gate_only: Annotated[bool, typer.Option("--gate-only", help="Correctness only.")] = False,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda" if torch.cuda.is_available() else "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="Three workloads of the smaller shape, fewer tokens.")] = False,
@@ -253,7 +268,7 @@ def main(
     except (BenchError, json.JSONDecodeError) as error:
         raise typer.BadParameter(str(error)) from error
     with tempfile.TemporaryDirectory(prefix="flowlib-serving-") as scratch:
-        bench = Bench(device, workloads, new_tokens, repeats, seed, Path(scratch))
+        bench = Bench(device, workloads, new_tokens, repeats, seed, Path(scratch), gate_jobs)
         result = run_all(bench, models[0], [] if gate_only else models, servers, alone)
     render(result, console)
     for path in save(result, out):

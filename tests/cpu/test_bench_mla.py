@@ -201,7 +201,8 @@ def test_without_a_gpu_it_refuses_to_time():
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(("--only", "speed"), "expected some of prefill"), (("--heads", "0"), "--heads 0"), (("--prefill", "1"), "1: exp"),
+    [(("--only", "speed"), "expected some of prefill"), (("--heads", "0"), "--heads 0"),
+     (("--without", "FA4"), "names among"), (("--prefill", "1"), "1: exp"),
      (("--flow", "quest"), "quest_mla"), (("--decode-shape", "64k"), "expected BATCHxCONTEXT"),
      (("--tile", "64"), "--tile 64")],
 )  # fmt: skip

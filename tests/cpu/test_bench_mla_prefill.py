@@ -229,6 +229,17 @@ def test_a_wrong_library_is_told_and_not_timed(stand_in_clock, libraries, monkey
     assert not bench.verdicts, "another library's fault is not flowlib's"
 
 
+def test_a_library_can_be_left_out(stand_in_clock, monkeypatch):
+    def never(_):
+        raise AssertionError("it was asked for")
+
+    notes: list[str] = []
+    bench = prefill.PrefillBench("cpu", 0.01, 512, (4e12, 8e14), False, notes.append, ("FA3",))
+    monkeypatch.setattr(prefill, "prefill_makers", lambda *_: {"absorbed, FA3": never})
+    assert not list(bench.run("prefill", ALONE))
+    assert notes == ["absorbed, FA3 is not measured: left out by --without"]
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_a_variant_that_cannot_be_timed_does_not_take_the_others_along(own, stand_in_clock, monkeypatch):
     def measure(part, variant, *_):
