@@ -24,6 +24,7 @@ from flowlib.entmax import gaussian_decode, topk_decode
 from flowlib.errors import FlowlibError, OptionError
 from flowlib.kernels.planning import launch_page_table
 from flowlib.kernels.select import launch_select
+from flowlib.kernels.select_above import counted_blocks
 
 LENGTHS = (0, 1, 37, 130, 259)
 _PAGE, _TOKENS, _WIDE = 16, 304, 20_000
@@ -107,17 +108,22 @@ def select_wide(device: str) -> bool:
 
 
 def select_above(device: str) -> bool:
-    """Whether a row that several programs share gets every page above -inf."""
+    """Whether a row that several programs share gets every page above -inf, its blocks counted first and not."""
     scores = torch.randn(2, 1, _WIDE, generator=torch.Generator().manual_seed(2)).to(device)
     scores = torch.where(scores > 0, scores, -torch.inf)
-    pages = torch.empty(1, 2, _WIDE, dtype=torch.int32, device=device)
-    lengths = torch.empty(1, 2, dtype=torch.int32, device=device)
-    launch_select(
-        scores, torch.tensor([_WIDE * _PAGE], dtype=torch.int32, device=device), pages, lengths, num_kv_heads=2,
-        lanes=1, page_size=_PAGE, bos=0, eos=0, top_k=1 << 30, ratio_q16=0, dense_below=0, scored=True,
-    )  # fmt: skip
+    counts = torch.full((1, 2, counted_blocks(_WIDE)), -1, dtype=torch.int32, device=device)
+    found = []
+    for scratch in (counts, None):
+        pages = torch.empty(1, 2, _WIDE, dtype=torch.int32, device=device)
+        lengths = torch.empty(1, 2, dtype=torch.int32, device=device)
+        launch_select(
+            scores, torch.tensor([_WIDE * _PAGE], dtype=torch.int32, device=device), pages, lengths, num_kv_heads=2,
+            lanes=1, page_size=_PAGE, bos=0, eos=0, top_k=1 << 30, ratio_q16=0, dense_below=0, scored=True,
+            counts=scratch,
+        )  # fmt: skip
+        found.append(pages)
     best = [torch.nonzero(row[0] > 0)[:, 0] for row in scores]
-    return all(torch.equal(pages[0, h, : len(own)].long(), own) for h, own in enumerate(best))
+    return all(torch.equal(pages[0, h, : len(own)].long(), own) for pages in found for h, own in enumerate(best))
 
 
 def decode_entmax(device: str) -> bool:

@@ -291,7 +291,7 @@ def launch_select(
     scores: Any, seq_lens: Any, pages: Any, lengths: Any, *,
     num_kv_heads: int, lanes: int, page_size: int, bos: int, eos: int, top_k: int, ratio_q16: int, dense_below: int,
     scored: bool, full_pages: int = 0, width: int | None = None, page_table: Any = None, physical: Any = None,
-    pdl: bool = False,
+    counts: Any = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Write the page list of every row (or of every query head of a row).
 
@@ -307,6 +307,9 @@ def launch_select(
         width: pages a row can have; ``scores.shape[2]`` where not given, unbounded without scores.
         page_table: int32 ``[bs, width]``, logical to physical pages, and physical: int32 like pages, written with the
             physical pages of the lists (past their lengths it is left alone); both or none.
+        counts: int32 ``[bs, num_kv_heads * lanes, blocks]`` contiguous, scratch of rows that their budget covers
+            (``top_k >= width``): at least ``counted_blocks(width)`` blocks. None where that is 0; elsewhere without it
+            each program of a list reads the whole row: the same lists, in time that grows with the square of the width.
         pdl: programmatic dependent launch (sm_90 and later).
 
     Of equal scores the lower page is taken (-0.0 equals 0.0); NaN and -inf never are. Lists are cut at M entries.
@@ -318,7 +321,7 @@ def launch_select(
         launch_select_above(
             scores, seq_lens, pages, lengths, num_kv_heads=num_kv_heads, lanes=lanes, page_size=page_size, bos=bos,
             eos=eos, dense_below=dense_below, full_pages=full_pages, width=width, page_table=page_table,
-            physical=physical, pdl=pdl,
+            physical=physical, counts=counts, pdl=pdl,
         )  # fmt: skip
         return
     widest = max(width if scored else capacity, 32)

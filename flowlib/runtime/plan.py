@@ -13,7 +13,7 @@ from flowlib.core.errors import BackendError, BatchError, FormatError, OptionErr
 from flowlib.core.flow import vFlow
 from flowlib.core.graph import Field
 from flowlib.core.spec import Spec
-from flowlib.runtime import entmax, reference
+from flowlib.runtime import entmax, reference, selection
 from flowlib.runtime.batch import Batch
 from flowlib.runtime.pool import KVStore, check_integers
 
@@ -254,6 +254,8 @@ class Plan:
             for n, b in self.program.buffers.items()
             if scores
         }
+        if scores:
+            work |= selection.scratch(self.program.selection.op, spec, (rows, lists), width, device)
         work["physical"] = empty(rows, lists, self.max_selected, dtype=torch.int32)
         splits = [self._splits(n) for n in range(1, rows + 1)]
         partials = max((n * s for n, s in enumerate(splits, start=1) if s > 1), default=0)

@@ -1,4 +1,4 @@
-"""A selection op called alone on real scores."""
+"""The scratch of a selection, and a selection op called alone on real scores."""
 
 from __future__ import annotations
 
@@ -10,6 +10,19 @@ from flowlib.core.op import SelectOp
 from flowlib.core.spec import Spec
 from flowlib.runtime import reference
 from flowlib.runtime.batch import Batch
+
+
+def scratch(
+    op: SelectOp, spec: Spec, lists: tuple[int, int], width: int, device: str | torch.device
+) -> dict[str, torch.Tensor]:
+    """What long rows that their budget may cover are counted in, by name: counts int32 ``[*lists, blocks]``.
+
+    Args:
+        lists: (rows, page lists of a row).
+        width: most pages of a row.
+    """
+    blocks = load_function("flowlib.kernels.select_above:counted_blocks")(min(width, op.limits(spec)[0]))
+    return {"counts": torch.empty(*lists, blocks, dtype=torch.int32, device=device)} if blocks else {}
 
 
 def select_alone(
@@ -30,5 +43,6 @@ def select_alone(
         num_kv_heads=spec.num_kv_heads, page_size=spec.page_size, bos=spec.bos, eos=spec.eos,
         top_k=op.limits(spec)[0], ratio_q16=op.limits(spec)[1], dense_below=0,
         scored=op.scored, width=batch.width,
+        **scratch(op, spec, (batch.size, pages.shape[1]), batch.width, batch.device),
     )  # fmt: skip
     return pages, lengths

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from flowlib.kernels import entmax, gaussian, select
+from flowlib.kernels import entmax, gaussian, select, select_above
 from flowlib.runtime import interpreter
 from flowlib.testing.compile_only import SHARED_MEMORY_LIMIT, compile_only, report
 
@@ -132,16 +132,40 @@ def test_gaussian_thresholds(alpha, width, dim, target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("width", [8192, 65536])
-def test_selection_without_a_budget(width, target):
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("width", [4096, 8192, 65536, 2**20])
+def test_selection_without_a_budget(width, counted, target):
+    """In one launch, or counted by a kernel before it, as dependent launches where the target has them."""
     heads, int32 = 8, torch.int32
-    lists = [zeros(BS, heads, width, dtype=int32) for _ in range(2)]
+    lists, blocks = [zeros(BS, heads, width, dtype=int32) for _ in range(2)], select_above.counted_blocks(width)
     with compile_only(target) as kernels:
         select.launch_select(
             zeros(BS * heads, 1, width), zeros(BS, dtype=int32), lists[0], zeros(BS, heads, dtype=int32),
             num_kv_heads=heads, lanes=1, page_size=16, bos=0, eos=1, top_k=1 << 30, ratio_q16=0, dense_below=0,
             scored=True, page_table=zeros(BS, width, dtype=int32), physical=lists[1],
+            counts=zeros(BS, heads, blocks, dtype=int32) if counted and blocks else None, pdl=target != "sm_80",
         )  # fmt: skip
     print("\n" + "\n".join(report(kernels)))
-    assert [k.name for k in kernels] == ["select_above_kernel"]
-    assert kernels[0].spills == 0, kernels[0]
+    first = ["count_kept_kernel"] if counted and blocks else []
+    assert [k.name for k in kernels] == [*first, "select_above_kernel"]
+    for kernel in kernels:
+        assert kernel.spills == 0, kernel
+
+
+def test_only_the_counts_are_waited_for():
+    """The kernel that writes lists reads scores, lengths and the page table before it waits, and writes nothing."""
+    width, int32 = 8192, torch.int32
+    with compile_only("sm_90") as kernels:
+        select.launch_select(
+            zeros(BS, 1, width), zeros(BS, dtype=int32), zeros(BS, 1, width, dtype=int32), zeros(BS, 1, dtype=int32),
+            num_kv_heads=1, lanes=1, page_size=16, bos=0, eos=1, top_k=1 << 30, ratio_q16=0, dense_below=0, scored=True,
+            page_table=zeros(BS, width, dtype=int32), physical=zeros(BS, 1, width, dtype=int32),
+            counts=zeros(BS, 1, select_above.counted_blocks(width), dtype=int32), pdl=True,
+        )  # fmt: skip
+    for kernel, early in zip(kernels, (1, 1 + 8 + 8), strict=True):  # eight pages a thread
+        lines = kernel.ptx.splitlines()
+        wait = [i for i, line in enumerate(lines) if "griddepcontrol.wait" in line]
+        assert len(wait) == 1
+        assert wait[0] < min(i for i, line in enumerate(lines) if "st.global" in line)
+        assert sum("ld.global" in line for line in lines[: wait[0]]) == early, kernel.name
+        assert any("ld.global" in line for line in lines[wait[0] :])
