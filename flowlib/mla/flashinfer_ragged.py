@@ -59,15 +59,27 @@ def attention(
 ) -> None:  # fmt: skip
     """Attention into `out` and `lse`, the latter as FlashInfer has it.
 
-    Copies of q, k and v are made where they are not contiguous.
+    Copies of q, k and v are made where they are not contiguous. FlashInfer writes into a contiguous `out` of q's dtype
+    and a contiguous fp32 `lse` itself; into others its results are copied.
     """
     key = (q.device, q.dtype, q.shape[1], q.shape[2], v.shape[2], scale, causal)
     planned = batch.plans.get(key)
     if not isinstance(planned, _Planned):
         planned = batch.plans[key] = _plan(q, v, batch, scale, causal)
-    o, base_2 = planned.wrapper.run(q.contiguous(), k.contiguous(), v.contiguous(), return_lse=True)
-    out.copy_(o)
-    lse.copy_(base_2)
+    written, written_lse = _writable(out, q.dtype), _writable(lse, torch.float32)
+    o, base_2 = planned.wrapper.run(
+        q.contiguous(), k.contiguous(), v.contiguous(), out=written, lse=written_lse, return_lse=True
+    )
+    if written is None:
+        out.copy_(o)
+    if written_lse is None:
+        lse.copy_(base_2)
+
+
+def _writable(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """`result` if FlashInfer, which takes no strides of it and stores 16 bytes at once, can write there."""
+    fits = result.dtype is dtype and result.is_contiguous() and result.data_ptr() % 16 == 0
+    return result if fits else None
 
 
 def _plan(q: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, scale: float, causal: bool) -> _Planned:

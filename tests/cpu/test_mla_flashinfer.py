@@ -21,6 +21,7 @@ class Wrapper:
 
     made = 0
     plans = 0
+    given: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     base = 2.0
     scale_in_lse = True
 
@@ -39,11 +40,16 @@ class Wrapper:
         self.batch = mla.RaggedBatch.of(qo_indptr, kv_indptr)
         self.heads, self.sizes, self.causal, self.scale = num_qo_heads, (head_dim_qk, head_dim_vo), causal, sm_scale
 
-    def run(self, q, k, v, *, return_lse):
+    def run(self, q, k, v, *, out=None, lse=None, return_lse):
         assert return_lse
         assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous(), "strides are not FlashInfer's"  # noqa: PT018
         assert (q.shape[1:], v.shape[1:]) == ((self.heads, self.sizes[0]), (self.heads, self.sizes[1]))
-        out, lse = torch.empty(len(q), *v.shape[1:], dtype=q.dtype), torch.empty(q.shape[:2])
+        type(self).given = out, lse
+        out = torch.empty(len(q), *v.shape[1:], dtype=q.dtype) if out is None else out
+        lse = torch.empty(q.shape[:2]) if lse is None else lse
+        assert out.is_contiguous() and lse.is_contiguous(), "strides are not FlashInfer's"  # noqa: PT018
+        assert (out.shape, out.dtype) == ((len(q), *v.shape[1:]), q.dtype)
+        assert (lse.shape, lse.dtype) == (q.shape[:2], torch.float32)
         reference_attention(q, k, v, self.batch, self.scale, self.causal, out, lse)
         lse /= math.log(self.base)
         if not self.scale_in_lse:
@@ -165,6 +171,29 @@ def test_strides_are_not_left_to_flashinfer(flashinfer):
     wanted = mla.varlen_attention(q, k, both[..., 128:], batch, scale=0.1, causal=False, attention="reference")
     assert torch.equal(o, wanted[0])
     assert (lse - wanted[1]).abs().max() <= 1e-6
+
+
+def _results(kind, dtype, *shape):
+    """NaN of a shape: as FlashInfer writes it, or not."""
+    if kind == "strided":
+        return torch.full((*shape[:-1], 2 * shape[-1]), math.nan, dtype=dtype)[..., ::2]
+    if kind == "unaligned":
+        return torch.full((math.prod(shape) + 1,), math.nan, dtype=dtype)[1:].view(shape)
+    return torch.full(shape, math.nan, dtype=torch.float64 if kind == "wide" else dtype)
+
+
+@pytest.mark.parametrize("lse_kind", ["fitting", "strided", "unaligned"])
+@pytest.mark.parametrize("kind", ["fitting", "strided", "unaligned", "wide"])
+def test_flashinfer_writes_results_where_they_belong_if_it_can(kind, lse_kind, flashinfer):
+    q, k, v = (cases.lcg(i, n, 2, d).to(torch.bfloat16) for i, n, d in ((1, 9, 192), (2, 5, 192), (3, 5, 128)))
+    batch = mla.RaggedBatch.of((0, 3, 9), (0, 1, 5))
+    mla.check_lse_base("flashinfer", device="cpu")
+    out, lse = _results(kind, torch.bfloat16, 9, 2, 128), _results(lse_kind, torch.float32, 9, 2)
+    mla.varlen_attention(q, k, v, batch, scale=0.1, causal=False, attention="flashinfer", out=out, lse=lse)
+    wanted = mla.varlen_attention(q, k, v, batch, scale=0.1, causal=False, attention="reference")
+    assert torch.equal(out.to(torch.bfloat16), wanted[0])
+    assert (lse - wanted[1]).abs().max() <= 1e-6
+    assert [x is not None for x in flashinfer.given] == [kind == "fitting", lse_kind == "fitting"]
 
 
 @pytest.mark.parametrize("habit", ["+inf", "garbage"])
