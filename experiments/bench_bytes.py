@@ -47,7 +47,7 @@ def count_bytes(
     layers: int = 32,
     score_all: bool = False,
 ) -> Moved:
-    """Bytes of one layer of a step of requests of some lengths.
+    """Bytes of one layer of a step of requests of some lengths, each of which finishes a page in one of page_size steps.
 
     Args:
         plan: the flow and spec.
@@ -64,7 +64,7 @@ def count_bytes(
         needed = [_needs_scores(plan, n) for n in lengths]
         scored = [n if need else 0 for n, need in zip(scored, needed, strict=True)]
     heads, lanes = spec.num_kv_heads, plan.lanes
-    written = sum(1 for n in lengths if n and n % spec.page_size == 0)
+    written = sum(1 for n in lengths if n) / spec.page_size
     per_page = _entry_bytes(plan, plan.program.traced.indexer)
     score_bytes = FP32 * lanes if plan.program.selection.scores is not None else 0
     chosen = sum(sum(row) for row in lists)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,6 +149,7 @@ def measure_flow(
     moved = count_bytes(plan, lengths, attended, layers=LAYERS)
     read = count_bytes(plan, lengths, attended, layers=LAYERS, score_all=True)
     reuse = {name: (len(stores) - 1) * getattr(read, name) / l2 for name in ("update", "score", "attend")}
+    reuse["update"] *= plan.spec.page_size  # timed with a page of every row
     shares = [sum(row) / len(row) / n for row, n in zip(attended, problem.workload.pages, strict=True)]
     return Row(
         label, problem.workload.label, problem.workload.shape, problem.workload.standard,
@@ -167,19 +169,29 @@ def measure_step(
 ) -> Timed:
     """A layer's share of steps of LAYERS layers: planning once, then update with scoring, select and attend per layer.
 
+    Over the layers a row finishes a page once in page_size, as it does over the steps of a decode.
+
     `stores` take turns; `out` and the graphs' memory `pool` are made where not given.
     """
     out = out or plan.allocate(problem.batch.size, problem.batch.width, problem.q.device)
     pool = pool or torch.cuda.graph_pool_handle()
 
-    def layer(store: flowlib.KVStore) -> None:
-        plan.launch(problem.q, store, problem.batch, out, problem.loc)
+    def layer(store: flowlib.KVStore, loc: torch.Tensor) -> None:
+        plan.launch(problem.q, store, problem.batch, out, loc)
 
-    graphs = []
+    graphs, locs = [], step_locs(problem, LAYERS)
     for start in range(0, max(len(stores), LAYERS), LAYERS):
-        own = [stores[(start + i) % len(stores)] for i in range(LAYERS)]
-        graphs.append(capture([_bound(layer, store) for store in own], pool, first=problem.plan_step))
+        own = [functools.partial(layer, stores[(start + i) % len(stores)], locs[i]) for i in range(LAYERS)]
+        graphs.append(capture(own, pool, first=problem.plan_step))
     return replay(graphs, LAYERS, seconds)
+
+
+def step_locs(problem: Problem, layers: int) -> torch.Tensor:
+    """Slots of newest tokens, int64 ``[layers, bs]``: one in page_size is the last of its page, the rest are firsts."""
+    size, bs = problem.workload.numbers.page_size, problem.batch.size
+    first = problem.loc - problem.loc % size
+    turn = torch.arange(layers * bs, device=first.device).view(layers, bs)
+    return torch.where(turn % size == 0, first + size - 1, first)
 
 
 def measure_dense(

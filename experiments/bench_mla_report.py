@@ -189,7 +189,10 @@ def render(result: Result, console: Console) -> None:
         )
     if result.decode:
         console.print(decode_table(result.decode))
-        console.print("update is part of score in a step; plan: the layer's share. flowlib: its own kernel, dense.")
+        console.print(
+            "update: every row finishes a page; in a step it is part of score, and a row in page_size finishes one. "
+            "plan: the layer's share. flowlib: its own kernel, dense."
+        )
     if result.tiles:
         console.print(tile_table(result.tiles))
     for goal in goals(result):

@@ -123,8 +123,8 @@ def render(result: Result, console: Console) -> None:
     if result.rows:
         console.print(speed_table(result.rows))
         console.print(
-            "update: every row finishes a page, as one step in page_size does for a row; timed alone, in a step it is "
-            "part of score. plan: the layer's share. "
+            "update: every row finishes a page; timed alone. In a step it is part of score, and a row in page_size "
+            "finishes one, as on average. plan: the layer's share. "
             "score: all stages between query and selection. select: its scores lie in the L2, as after scoring. "
             "MB: bytes that must move, floor: those at the read bandwidth. pools: distinct pools in the step's graphs. "
             f"!: more than {MAX_FLOOR_RATIO:g} times the floor, the goal at batch 16 and contexts of 32k or more."

@@ -87,7 +87,7 @@ class Server:
 
     def _command(self, model: Path) -> list[str]:
         settings = self.settings
-        words = [str(Path(sys.executable).with_name("sglang")), "serve", "--model-type", "llm"]
+        words = [sys.executable, "-c", "from sglang.cli.main import main; main()", "serve", "--model-type", "llm"]
         words += ["--model-path", str(model), "--port", str(self.port), "--device", settings.device]
         words += ["--dtype", settings.dtype, "--skip-tokenizer-init", "--grammar-backend", "none"]
         words += ["--page-size", str(PAGE), "--max-total-tokens", str(settings.pool_tokens), "--enable-metrics"]

@@ -211,15 +211,15 @@ def attend_kernel(
         begin(PDL)
 
 
-def num_splits(max_selected_pages: int, page_size: int, rows: int) -> int:
+def num_splits(max_selected_pages: int, page_size: int, rows: int, programs: int = _PROGRAMS) -> int:
     """How many programs share one list; a heuristic.
 
-    Enough that ``rows`` lists (times head tiles) give a large GPU some 512 programs, and no split shorter than 128
-    tokens of the longest list; as few as do the same work in the same time.
+    Enough that ``rows`` lists (times head tiles) give a large GPU some `programs`, and no split shorter than 128 tokens
+    of the longest list; as few as do the same work in the same time.
     """
     tokens = max_selected_pages * page_size
     tiles = max(1, -(-tokens // _MIN_SPLIT_TOKENS))
-    wanted = max(1, min(tiles, _PROGRAMS // max(rows, 1)))
+    wanted = max(1, min(tiles, programs // max(rows, 1)))
     return -(-tiles // -(-tiles // wanted))
 
 

@@ -1,9 +1,8 @@
-"""Entmax attention over logical page lists, in two launches: scores and thresholds, then values.
+"""Entmax attention over logical page lists, in three launches: scores, thresholds, values.
 
 Entmax p = max(z - tau, 0)^(1/a), a = alpha - 1 and z = a * s, has exact zeros, so V is read for few tokens. The first
-kernel reads K once, stores every z and the largest of each tile, and the program that arrives last at a list solves for
-tau from what is stored (lists that several query heads share take a launch of their own for it). The second kernel
-reads V where p > 0; its splits have one tau, so their sums add up.
+kernel reads K once and stores every z and the largest of each tile, the second solves for the tau of each query head
+from what is stored, the third reads V where p > 0; its splits have one tau, so their sums add up.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from flowlib.kernels.lists import pages_of, tokens_of
 from flowlib.kernels.pdl import begin, options
 
 _HEAD_TILE = 16
-# bytes a value -> (tokens a tile, warps)
-_TILE = {1: (128, 4), 2: (64, 4), 4: (32, 8)}
+# bytes a value -> (tokens a tile, warps, stages of scores: pages one ahead of K, and K of two tiles under way)
+_TILE = {1: (128, 4, 4), 2: (64, 4, 4), 4: (32, 8, 2)}
+_NARROW = 64  # 16-bit values a token that half of the warps hold
+_VALUE_STAGES = 2
 _TILE_BYTES = 48 * 1024
 _COARSEST, _FINEST = 128, 16
-_THRESHOLD_WARPS = 8
+_THRESHOLD_WARPS, _THRESHOLD_REGISTERS = 8, 224  # all there are, since few programs solve
 _MANY_REGISTERS = 168  # where the assembler would spill to fit one more program on a multiprocessor
-_LOOP_REGISTERS = 128  # as above, of four warps that can solve in memory too: four programs instead of five
 _REGISTER_TOKENS = 4096  # a head's tokens that stay in registers while tau is solved
 _VALUE_TILES = 64
 _SOLVE_TILES = 2048
@@ -39,15 +39,12 @@ _VARYING = ["W", "M", "bos", "eos", "n_steps", "s_table", "s_bound_row", "s_boun
 
 @triton.jit(do_not_specialize=_VARYING)
 def score_kernel(
-    p_q, p_k, p_table, p_seq_lens, p_pages, p_physical, p_lengths, p_slopes, p_z, p_tile_max, p_active, p_state,
-    p_tau, p_estimate, p_bounds, p_certified, p_a, p_arrived, qk_scale, a, beta, n_steps,
-    s_q_b, s_q_h, s_k_t, s_k_h, s_z, s_table, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos, exact_pages,
-    exact_tokens,
+    p_q, p_k, p_table, p_seq_lens, p_pages, p_physical, p_lengths, p_slopes, p_z, p_tile_max, p_a, qk_scale, a,
+    s_q_b, s_q_h, s_k_t, s_k_h, s_z, s_table, W, M,
     H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, QK_TYPE: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr,
-    BT: tl.constexpr, BW: tl.constexpr, LOOP: tl.constexpr, BN: tl.constexpr, FINEST: tl.constexpr,
-    KIND: tl.constexpr, MODE: tl.constexpr, EVERY: tl.constexpr, SELECTED: tl.constexpr, SPLIT: tl.constexpr,
-    PHYSICAL: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+    BT: tl.constexpr, FINEST: tl.constexpr, EVERY: tl.constexpr, SELECTED: tl.constexpr, PHYSICAL: tl.constexpr,
+    WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_tiles: tl.constexpr = (HEADS + BH - 1) // BH
     i_list, i_tile = (tl.program_id(0) // n_tiles).to(tl.int64), tl.program_id(0) % n_tiles
@@ -108,20 +105,6 @@ def score_kernel(
         b_z = tl.where(m_t[None, :], b_z, float("-inf"))
         tl.store(p_z + o_line[:, None] * s_z + o_t[None, :], b_z, mask=m_g[:, None] & (o_t < last)[None, :])
         tl.store(p_tile_max + o_line * (s_z // FINEST) + o // BT, tl.max(b_z, 1), mask=m_g)
-
-    if HEADS == 1:
-        tl.debug_barrier()  # the other warps' stores come before the count of one, or before they are read
-        done = True
-        if SPLIT:
-            done = tl.atomic_add(p_arrived + i_list, 1, sem="acq_rel") == n_splits - 1
-        if done:
-            if SPLIT:
-                tl.store(p_arrived + i_list, 0)
-            solve_head(
-                p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, p_certified, p_pages, p_seq_lens, p_a,
-                i_b, i_h * G + i_lane, i_list, n_pages, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos,
-                exact_pages, exact_tokens, a, beta, n_steps, H, G, KIND, MODE, EVERY, PAGE, BT, BW, LOOP, BN, FINEST,
-            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -310,7 +293,7 @@ def launch_entmax(
     alibi_slopes: Any = None, num_splits: int = 1, physical: Any = None, selected: bool = False, every: bool = False,
     pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Entmax attention over the tokens of every row's page list: two kernels, three where heads share a list.
+    """Entmax attention over the tokens of every row's page list.
 
     Arguments not named here are those of :func:`flowlib.kernels.attend.launch_attend`.
 
@@ -339,53 +322,47 @@ def launch_entmax(
     itemsize = 4 if tl.float32 in (qk_type, pv_type) else k.element_size()
     d0, d1 = _cut(head_dim)
     dv0, dv1 = _cut(v_head_dim)
-    block, warps = _block(max(d0 + d1, dv0 + dv1), itemsize)
+    block, warps, stages = _block(max(d0 + d1, dv0 + dv1), itemsize)
     a = 1.0 if a_of_head is not None else alpha - 1.0
     kind = 0 if a_of_head is not None else _KIND.get(float(alpha), 0)
     many = kind == 0 or d1 > 0 or dv1 > 0 or itemsize == 4
     launch = {**options(pdl), **({"maxnreg": _MANY_REGISTERS} if many else {})}
-    in_loop = {"maxnreg": _LOOP_REGISTERS} if heads == 1 and z.shape[-1] > _REGISTER_TOKENS and not many else {}
     grid = (q.shape[0] * num_kv_heads * lanes * triton.cdiv(heads, _HEAD_TILE), num_splits)
     tokens, columns, longest = z.shape[-1], page_table.shape[1], 0 if pages is None else pages.shape[-1]
     strides = (0, 0, 0) if bounds is None else bounds.stride()
     if bounds is not None and bounds.shape[1] == 1:
         strides = (strides[0], 0, strides[2])
-    solving = {
-        "H": num_kv_heads, "G": group_size, "LANES": lanes, "PAGE": page_size, "BT": block,
-        "BW": min(_REGISTER_TOKENS, triton.next_power_of_2(tokens)), "LOOP": tokens > _REGISTER_TOKENS,
-        "BN": min(_SOLVE_TILES, triton.next_power_of_2(tokens // block)), "FINEST": _FINEST,
-        "KIND": kind, "MODE": MODES[mode], "EVERY": every, **launch,
+    common = {
+        "H": num_kv_heads, "G": group_size, "LANES": lanes, "PAGE": page_size, "BT": block, "FINEST": _FINEST,
+        "EVERY": every, **launch,
     }  # fmt: skip
-    n_steps = steps if mode == "corrected" else 0
-    reserved = (bos, eos, exact_pages, exact_tokens)
-    known = (z, tile_max, active, state, tau, estimate, bounds, certified, a_of_head)
     score_kernel[grid](
-        q, k, page_table, seq_lens, pages, physical, lengths, alibi_slopes, *known, arrived, scale * k_scale,
-        a, 1.0 / a, n_steps, *q.stride()[:2], *k.stride()[:2], tokens, page_table.stride(0), *strides, columns,
-        longest, *reserved, D=head_dim, D0=d0, D1=d1, QK_TYPE=qk_type, HEADS=heads, BH=_HEAD_TILE,
-        SELECTED=selected, SPLIT=num_splits > 1, PHYSICAL=physical is not None, WHOLE=block % page_size == 0,
-        num_warps=warps, num_stages=2, **solving, **in_loop,
+        q, k, page_table, seq_lens, pages, physical, lengths, alibi_slopes, z, tile_max, a_of_head, scale * k_scale, a,
+        *q.stride()[:2], *k.stride()[:2], tokens, page_table.stride(0), columns, longest,
+        D=head_dim, D0=d0, D1=d1, QK_TYPE=qk_type, HEADS=heads, BH=_HEAD_TILE, SELECTED=selected,
+        PHYSICAL=physical is not None, WHOLE=block % page_size == 0, num_warps=warps, num_stages=stages, **common,
     )  # fmt: skip
-    if heads > 1:
-        threshold_kernel[(tau.numel(),)](
-            seq_lens, pages, lengths, *known, a, 1.0 / a, n_steps, tokens, *strides, columns, longest,
-            *reserved, num_warps=_THRESHOLD_WARPS, num_stages=1, **solving,
-        )  # fmt: skip
+    threshold_kernel[(tau.numel(),)](
+        seq_lens, pages, lengths, z, tile_max, active, state, tau, estimate, bounds, certified, a_of_head,
+        a, 1.0 / a, steps if mode == "corrected" else 0, tokens, *strides, columns, longest,
+        bos, eos, exact_pages, exact_tokens, BW=min(_REGISTER_TOKENS, triton.next_power_of_2(tokens)),
+        LOOP=tokens > _REGISTER_TOKENS, BN=min(_SOLVE_TILES, triton.next_power_of_2(tokens // block)), KIND=kind,
+        MODE=MODES[mode], num_warps=_THRESHOLD_WARPS, num_stages=1, **common | {"maxnreg": _THRESHOLD_REGISTERS},
+    )  # fmt: skip
     value_kernel[grid](
         v, page_table, seq_lens, pages, physical, lengths, z, tile_max, state, a_of_head, o, mass,
         partial_o, partial_mass, arrived, 1.0 / a, v_scale, *v.stride()[:2], *o.stride()[:2], tokens,
         page_table.stride(0), columns, longest,
-        H=num_kv_heads, G=group_size, LANES=lanes, PAGE=page_size, DV=v_head_dim, DV0=dv0, DV1=dv1, PV_TYPE=pv_type,
-        HEADS=heads, BH=_HEAD_TILE, BT=block, BN=min(_VALUE_TILES, triton.next_power_of_2(tokens // block)),
-        FINEST=_FINEST, KIND=kind, NORMALISED=mode != "fixed", EVERY=every, SPLIT=num_splits > 1,
-        BG=min(_HEAD_TILE, triton.next_power_of_2(heads)), PHYSICAL=physical is not None,
-        WHOLE=block % page_size == 0, num_warps=warps, num_stages=2, **launch,
+        DV=v_head_dim, DV0=dv0, DV1=dv1, PV_TYPE=pv_type, HEADS=heads, BH=_HEAD_TILE,
+        BN=min(_VALUE_TILES, triton.next_power_of_2(tokens // block)), KIND=kind, NORMALISED=mode != "fixed",
+        SPLIT=num_splits > 1, BG=min(_HEAD_TILE, triton.next_power_of_2(heads)), PHYSICAL=physical is not None,
+        WHOLE=block % page_size == 0, num_warps=warps, num_stages=_VALUE_STAGES, **common,
     )  # fmt: skip
 
 
-def _block(lanes: int, itemsize: int) -> tuple[int, int]:
-    """(tokens a tile, warps); a tile of `lanes` values a token stays within its share of memory."""
-    block, warps = _TILE[itemsize]
+def _block(lanes: int, itemsize: int) -> tuple[int, int, int]:
+    """(tokens a tile, warps, stages); a tile of `lanes` values a token stays within its share of memory."""
+    block, warps, stages = _TILE[itemsize]
     while block > _FINEST and block * lanes * itemsize > _TILE_BYTES:
         block //= 2
-    return block, warps
+    return block, warps // 2 if itemsize == 2 and lanes <= _NARROW else warps, stages

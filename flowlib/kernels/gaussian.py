@@ -14,7 +14,8 @@ import triton.language as tl
 from flowlib.kernels.pages import _scored_range
 from flowlib.kernels.pdl import begin, options
 
-_BLOCK = 4096
+_BLOCKS = ((2048, 1024), (2**31, 4096))
+"""(widest row, pages at a time): few sizes, since sums of other parts differ in their last digits."""
 _VALUES_PER_THREAD = 8
 _REGISTERS = {16: 128}  # of the largest programs all there are
 _MANY_REGISTERS = 168  # where the assembler would spill to fit one more program on a multiprocessor
@@ -277,8 +278,8 @@ def launch_gaussian_tau(
         estimate: fp32 with the strides of tau, written: the threshold without its margins and whatever `tail` tells.
     """
     rows, planes, width = mu.shape
-    block = min(_BLOCK, triton.next_power_of_2(max(width, 32)))
-    warps = max(1, block // (32 * _VALUES_PER_THREAD))
+    block = next(block for widest, block in _BLOCKS if width <= widest)
+    warps = block // (32 * _VALUES_PER_THREAD)
     beta = 1.0 / (alpha - 1.0)
     near = round(beta)
     by_slope = mixture is None

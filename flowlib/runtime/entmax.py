@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from flowlib.runtime.plan import Plan, StepOutput
 
 LAUNCH = "flowlib.kernels.entmax:launch_entmax"
+PROGRAMS = 1024
+"""Programs that score: of half as many warps as those of softmax attention."""
 
 
 def unestimated_pages(plan: Plan) -> int:

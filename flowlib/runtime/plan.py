@@ -262,8 +262,7 @@ class Plan:
         if partials:
             work["partial_o"] = empty(partials * spec.num_heads * spec.dv)
             work["partial_lse"] = empty(partials * spec.num_heads)
-        sums = isinstance(self.attention, Entmax)
-        if sums:
+        if sums := isinstance(self.attention, Entmax):
             work |= entmax.scratch(self, rows, device)
         if spec.alibi_slopes is not None:
             work["alibi_slopes"] = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)
@@ -316,7 +315,8 @@ class Plan:
             return attend_mla.num_splits(self.max_selected, spec.page_size, lists, heads, itemsize)
         from flowlib.kernels.attend import num_splits
 
-        return num_splits(self.max_selected, spec.page_size, lists)
+        more = (entmax.PROGRAMS,) if isinstance(self.attention, Entmax) else ()
+        return num_splits(self.max_selected, spec.page_size, lists, *more)
 
     def launch(
         self, q: torch.Tensor, store: KVStore, batch: Batch, out: StepOutput, loc: torch.Tensor | None = None

@@ -50,6 +50,14 @@ def run(chosen):
     return code, console.export_text()
 
 
+def test_over_the_layers_of_a_step_a_row_finishes_a_page_once_in_page_size():
+    made = bench_pools.problem(small(64, 40, 64), "cpu")
+    locs = bench_measure.step_locs(made, 32)
+    assert locs.shape == (32, 3)
+    assert ((locs + 1) % 8 == 0).sum(0).tolist() == [4, 4, 4]
+    assert (locs // 8 == made.loc // 8).all()
+
+
 # -- gate
 
 

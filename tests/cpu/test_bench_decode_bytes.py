@@ -28,7 +28,7 @@ def test_bytes_of_quest_by_hand():
     work = Workload("16x32k", (32768,) * 16, Numbers())
     moved = count_bytes(QUEST.plan(work), work.lengths)
     scored = 16 * (2048 - 2)
-    assert moved.update == 16 * 8 * (16 * 128 * 2 + 2 * 128 * 2)
+    assert moved.update == 8 * (16 * 128 * 2 + 2 * 128 * 2), "one row of 16 finishes a page"
     assert moved.plan == 16 * 2048 * 8 / 32
     assert moved.score == scored * (8 * (2 * 128 * 2 + 4) + 4)
     assert moved.select == scored * 8 * 4 + 16 * 8 * 130 * 4
@@ -55,11 +55,11 @@ def test_a_row_within_the_budget_needs_no_scores_and_moves_what_dense_does():
 
 
 def test_bytes_of_a_ragged_batch_with_short_last_pages():
-    """Pages of 8: 21 tokens are 3 pages, all attended; 45 are 6, of which 2 + 2; 0 are none. Nothing is finished."""
+    """Pages of 8: 21 tokens are 3 pages, all attended; 45 are 6, of which 2 + 2; 0 are none."""
     work = small(21, 45, 0)
     plan = BLOCK.plan(work)
     moved = count_bytes(plan, work.lengths)
-    assert moved.update == 0
+    assert moved.update == 2 * 2 * (8 * 16 * 2 + 16 * 2) / 8
     assert moved.score == 4 * (2 * (16 * 2 + 4) + 4)
     assert moved.attend == 2 * (21 + 4 * 8 - 3) * 64 + 2 * 7 * 4 + 3 * 4 * (32 * 2 + 4)
     told = count_bytes(plan, work.lengths, [[3, 3], [2, 6], [0, 0]])
