@@ -147,10 +147,11 @@ def test_sweep_of_the_public_suite(tokens, batch, query_heads, dtype, device):
                 topk_decode(q, cache, None, None, out, pages, slopes, alpha, **options)
                 assert (out[:, :, 0].double() - truth).norm() < 2 * (1 - coverage) * truth.norm()
             for mode in ("exact", "corrected") if tokens >= 2048 else ():
-                errors = []
-                for impl in ("triton", "reference"):
-                    given = {"alibi_slopes": slopes, "tau_mode": mode, "append_cache": False, "impl": impl}
-                    gaussian_decode(q, cache, None, None, out, alpha, **given)
-                    errors.append(float((out[:, :, 0].double() - truth).norm() / truth.norm()))
-                assert errors[0] < max(0.5, 1.1 * errors[1]), (alpha, mode, slopes is not None, errors)
-                assert alpha == 2.0 or errors[0] < 0.5
+                given = {"alibi_slopes": slopes, "tau_mode": mode, "append_cache": False}
+                gaussian_decode(q, cache, None, None, out, alpha, impl="triton", **given)
+                off = (out[:, :, 0].double() - truth).norm()
+                limit = 0.5 * truth.norm()
+                if alpha == 2.0 and off >= limit:
+                    gaussian_decode(q, cache, None, None, out, alpha, impl="reference", **given)
+                    limit = 1.1 * (out[:, :, 0].double() - truth).norm()
+                assert off < limit, (alpha, mode, slopes is not None)
