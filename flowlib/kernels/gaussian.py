@@ -17,6 +17,8 @@ from flowlib.kernels.pdl import begin, options
 _BLOCKS = ((2048, 1024), (2**31, 4096))
 """(widest row, pages at a time): few sizes, since sums of other parts differ in their last digits."""
 _VALUES_PER_THREAD = 8
+_PART, _PART_WARPS = 1024, 4  # pages of a long row that one program sums
+_LONG_WIDTH = 4096
 _REGISTERS = {16: 128}  # of the largest programs all there are
 _MANY_REGISTERS = 168  # where the assembler would spill to fit one more program on a multiprocessor
 _NEWTON_STEPS = tl.constexpr(12)
@@ -157,14 +159,56 @@ def _tail_maximum(
     return tl.max(b_top)
 
 
-@triton.jit(do_not_specialize=["W", "bos", "eos", "s_table"])
+@triton.jit(do_not_specialize=["W", "bos", "eos"])
+def gaussian_moments_kernel(
+    p_mu, p_sigma, p_moments, p_seq_lens, s_mu_row, s_mu_plane, s_mu, s_sigma_row, s_sigma_plane, s_sigma, W, bos, eos,
+    H: tl.constexpr, PLANES: tl.constexpr, PAGE: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of BW pages of a plane: the mean, the squares about it, and the sum of the deviations."""
+    i_plane, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_row = i_plane // PLANES
+    begin(PDL)
+    first, last, _ = _scored_range(p_seq_lens, i_row, W, bos, eos, H, PAGE)
+    o_w = i_part * BW + tl.arange(0, BW)
+    m_scored = (o_w >= first) & (o_w < last)
+    p_mu += i_row * s_mu_row + i_plane % PLANES * s_mu_plane
+    p_sigma += i_row * s_sigma_row + i_plane % PLANES * s_sigma_plane
+    # [BW]
+    b_mu = tl.load(p_mu + o_w.to(tl.int64) * s_mu, mask=m_scored, other=0.0)
+    b_sigma = tl.load(p_sigma + o_w.to(tl.int64) * s_sigma, mask=m_scored, other=0.0)
+    mean = tl.sum(b_mu) / tl.maximum(tl.sum(m_scored.to(tl.int32)), 1).to(tl.float32)
+    b_away = tl.where(m_scored, b_mu - mean, 0.0)
+    p_moments += (i_plane * tl.num_programs(1) + i_part) * 3
+    tl.store(p_moments, mean)
+    tl.store(p_moments + 1, tl.sum(b_away * b_away + b_sigma * b_sigma))
+    tl.store(p_moments + 2, tl.sum(b_sigma))
+
+
+@triton.jit
+def _joined_moments(p_moments, n_parts, first, last, n_scored, BW: tl.constexpr, BN: tl.constexpr):
+    """(mean, deviation, mean deviation of a page) of a plane, from those of its parts."""
+    o_n = tl.arange(0, BN)
+    b_count = tl.minimum(last, (o_n + 1) * BW) - tl.maximum(first, o_n * BW)
+    m_n = (o_n < n_parts) & (b_count > 0)
+    b_count = b_count.to(tl.float32)
+    # [BN]
+    b_mean = tl.load(p_moments + o_n * 3, mask=m_n, other=0.0)
+    b_square = tl.load(p_moments + o_n * 3 + 1, mask=m_n, other=0.0)
+    b_width = tl.load(p_moments + o_n * 3 + 2, mask=m_n, other=0.0)
+    mean = tl.sum(tl.where(m_n, b_count * b_mean, 0.0)) / n_scored
+    b_away = tl.where(m_n, b_mean - mean, 0.0)
+    square = tl.sum(b_square + tl.where(m_n, b_count, 0.0) * b_away * b_away) / n_scored
+    return mean, tl.sqrt_rn(tl.maximum(square, 0.0)), tl.sum(b_width) / n_scored
+
+
+@triton.jit(do_not_specialize=["W", "bos", "eos", "s_table", "n_parts"])
 def gaussian_tau_kernel(
-    p_mu, p_sigma, p_tau, p_estimate, p_seq_lens, p_q, p_k, p_table, p_slopes, s_mu_row, s_mu_plane, s_mu, s_sigma_row,
-    s_sigma_plane, s_sigma, s_tau_row, s_tau_plane, s_q_b, s_q_h, s_k_t, s_k_h, s_table, W, bos, eos, scale, safety_z,
-    excess,
+    p_mu, p_sigma, p_moments, p_tau, p_estimate, p_seq_lens, p_q, p_k, p_table, p_slopes, s_mu_row, s_mu_plane, s_mu,
+    s_sigma_row, s_sigma_plane, s_sigma, s_tau_row, s_tau_plane, s_q_b, s_q_h, s_k_t, s_k_h, s_table, W, n_parts, bos,
+    eos, scale, safety_z, excess,
     H: tl.constexpr, PLANES: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, A: tl.constexpr,
     BETA: tl.constexpr, MIXTURE: tl.constexpr, BY_SLOPE: tl.constexpr, TAIL: tl.constexpr, BW: tl.constexpr,
-    PDL: tl.constexpr,
+    BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_row, i_plane = tl.program_id(0).to(tl.int64) // PLANES, tl.program_id(0) % PLANES
     i_b, i_hq = i_row // H, i_row % H * PLANES + i_plane
@@ -183,31 +227,36 @@ def gaussian_tau_kernel(
             s_k_t, PAGE, D, BD,
         )  # fmt: skip
     n_scored = tl.maximum(last - first, 1).to(tl.float32)
-    # in one pass: moments about the mean of the first block, which lies among the values, so that nothing cancels
-    o_w = tl.arange(0, BW)
-    m_scored = (o_w >= first) & (o_w < last)
-    b_mu = tl.load(p_mu + o_w.to(tl.int64) * s_mu, mask=m_scored, other=0.0)
-    shift = tl.sum(b_mu) / tl.maximum(tl.minimum(last, BW) - first, 1).to(tl.float32)
-    b_sum, b_square = tl.zeros((BW,), tl.float32), tl.zeros((BW,), tl.float32)
-    b_width = tl.zeros((BW,), tl.float32)
-    b_top, b_wide = tl.full((BW,), float("-inf"), tl.float32), tl.zeros((BW,), tl.float32)
-    for o in tl.range(0, n_pages, BW, loop_unroll_factor=2):
-        o_w = o + tl.arange(0, BW)
+    if BN > 0:
+        p_moments += (i_row * PLANES + i_plane) * n_parts * 3
+        mean, row, spread = _joined_moments(p_moments, n_parts, first, last, n_scored, BW, BN)
+    else:
+        # in one pass: moments about the mean of the first block, which lies among the values, so that nothing cancels
+        o_w = tl.arange(0, BW)
         m_scored = (o_w >= first) & (o_w < last)
-        # [BW]
         b_mu = tl.load(p_mu + o_w.to(tl.int64) * s_mu, mask=m_scored, other=0.0)
-        b_sigma = tl.load(p_sigma + o_w.to(tl.int64) * s_sigma, mask=m_scored, other=0.0)
-        b_away = tl.where(m_scored, b_mu - shift, 0.0)
-        b_sum += b_away
-        b_square += b_sigma * b_sigma + b_away * b_away
-        b_width += b_sigma
-        if MIXTURE:
-            b_top = tl.maximum(b_top, tl.where(m_scored, b_mu, float("-inf")))
-            b_wide = tl.maximum(b_wide, b_sigma)
-    away = tl.sum(b_sum) / n_scored
-    mean = shift + away
-    upper = mean + 1.5 * (tl.sum(b_width) / n_scored)
-    row = tl.maximum(tl.sqrt_rn(tl.maximum(tl.sum(b_square) / n_scored - away * away, 0.0)), _MIN_SIGMA)
+        shift = tl.sum(b_mu) / tl.maximum(tl.minimum(last, BW) - first, 1).to(tl.float32)
+        b_sum, b_square = tl.zeros((BW,), tl.float32), tl.zeros((BW,), tl.float32)
+        b_width = tl.zeros((BW,), tl.float32)
+        b_top, b_wide = tl.full((BW,), float("-inf"), tl.float32), tl.zeros((BW,), tl.float32)
+        for o in tl.range(0, n_pages, BW, loop_unroll_factor=2):
+            o_w = o + tl.arange(0, BW)
+            m_scored = (o_w >= first) & (o_w < last)
+            # [BW]
+            b_mu = tl.load(p_mu + o_w.to(tl.int64) * s_mu, mask=m_scored, other=0.0)
+            b_sigma = tl.load(p_sigma + o_w.to(tl.int64) * s_sigma, mask=m_scored, other=0.0)
+            b_away = tl.where(m_scored, b_mu - shift, 0.0)
+            b_sum += b_away
+            b_square += b_sigma * b_sigma + b_away * b_away
+            b_width += b_sigma
+            if MIXTURE:
+                b_top = tl.maximum(b_top, tl.where(m_scored, b_mu, float("-inf")))
+                b_wide = tl.maximum(b_wide, b_sigma)
+        away = tl.sum(b_sum) / n_scored
+        mean, spread = shift + away, tl.sum(b_width) / n_scored
+        row = tl.sqrt_rn(tl.maximum(tl.sum(b_square) / n_scored - away * away, 0.0))
+    row = tl.maximum(row, _MIN_SIGMA)
+    upper = mean + 1.5 * spread
     mixed = (slope != 0.0) if BY_SLOPE else (last > first)
     centre, width = mean, row
     if MIXTURE:
@@ -265,7 +314,7 @@ def launch_gaussian_tau(
     mu: Any, sigma: Any, tau: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int,
     alpha: float, safety_margin_z: float, excess: float, mixture: bool | None, tail: bool = False, q: Any = None,
     k: Any = None, page_table: Any = None, scale: float = 1.0, k_scale: float = 1.0, alibi_slopes: Any = None,
-    estimate: Any = None, pdl: bool = False,
+    estimate: Any = None, moments: Any = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """tau fp32 ``[R, n]`` of page means and deviations mu, sigma fp32 ``[R, n, W]`` over the scored pages.
 
@@ -276,6 +325,8 @@ def launch_gaussian_tau(
         tail: the threshold is at least (alpha - 1) times the largest score of the row's last page, less 1: of queries
             q ``[bs, num_kv_heads * n, D]`` and keys k ``[T, num_kv_heads, D]``, found by the page table.
         estimate: fp32 with the strides of tau, written: the threshold without its margins and whatever `tail` tells.
+        moments: scratch, fp32 ``[R, n, parts, 3]`` contiguous with :func:`parts_of` parts: a kernel sums the parts of
+            long rows first. None: each row's program sums all of it, as always where pages are normals of their own.
     """
     rows, planes, width = mu.shape
     block = next(block for widest, block in _BLOCKS if width <= widest)
@@ -283,14 +334,28 @@ def launch_gaussian_tau(
     beta = 1.0 / (alpha - 1.0)
     near = round(beta)
     by_slope = mixture is None
+    mixed = alibi_slopes is not None if by_slope else mixture
+    parts = 0 if moments is None or mixed else moments.shape[2]
+    if parts:
+        block, warps = _PART, _PART_WARPS
+        gaussian_moments_kernel[(rows * planes, parts)](
+            mu, sigma, moments, seq_lens, *mu.stride(), *sigma.stride(), width, bos, eos, H=num_kv_heads,
+            PLANES=planes, PAGE=page_size, BW=block, num_warps=warps, num_stages=1, **options(pdl),
+        )  # fmt: skip
     size = k.shape[-1] if tail else 1
     strides = (*q.stride()[:2], *k.stride()[:2], page_table.stride(0)) if tail else (0,) * 5
     gaussian_tau_kernel[(rows * planes,)](
-        mu, sigma, tau, estimate, seq_lens, q if tail else None, k if tail else None, page_table if tail else None,
-        alibi_slopes, *mu.stride(), *sigma.stride(), *tau.stride(), *strides, width, bos, eos, scale * k_scale,
-        safety_margin_z, excess, H=num_kv_heads, PLANES=planes, PAGE=page_size, D=size,
-        BD=triton.next_power_of_2(size), A=alpha - 1.0, BETA=float(near) if abs(beta - near) < 1e-9 else beta,
-        MIXTURE=alibi_slopes is not None if by_slope else mixture, BY_SLOPE=by_slope and alibi_slopes is not None,
-        TAIL=tail, BW=block, num_warps=warps, num_stages=1, maxnreg=_REGISTERS.get(warps, _MANY_REGISTERS),
-        **options(pdl),
+        mu, sigma, moments if parts else None, tau, estimate, seq_lens, q if tail else None, k if tail else None,
+        page_table if tail else None, alibi_slopes, *mu.stride(), *sigma.stride(), *tau.stride(), *strides, width,
+        parts, bos, eos, scale * k_scale, safety_margin_z, excess, H=num_kv_heads, PLANES=planes, PAGE=page_size,
+        D=size, BD=triton.next_power_of_2(size), A=alpha - 1.0,
+        BETA=float(near) if abs(beta - near) < 1e-9 else beta, MIXTURE=mixed,
+        BY_SLOPE=by_slope and alibi_slopes is not None, TAIL=tail, BW=block,
+        BN=triton.next_power_of_2(parts) if parts else 0, num_warps=warps, num_stages=1,
+        maxnreg=_REGISTERS.get(warps, _MANY_REGISTERS), **options(pdl),
     )  # fmt: skip
+
+
+def parts_of(width: int) -> int:
+    """Parts in which rows of at most `width` pages are summed; 0 where one program sums a row."""
+    return triton.cdiv(width, _PART) if width > _LONG_WIDTH else 0

@@ -8,9 +8,12 @@ import torch
 import flowlib
 from flowlib import FORMAT, as_vtensor
 from flowlib.errors import OptionError, ShapeError
+from flowlib.kernels import gaussian as launch
 from flowlib.ops import GaussianFloor, GaussianTau
 from flowlib.ops.gaussian_tau import expected_power, truncated_moment
+from flowlib.runtime import interpreter
 from flowlib.testing import scene
+from flowlib.testing.tolerance import rounding_step
 
 HEADS, PAGE = 2, 4
 LENGTHS = [41, 1, 0, 26, 9]
@@ -115,6 +118,35 @@ def test_long_rows_with_outliers_in_front(mixture):
     truth = run(op, mu, sigma, "reference", setting, torch.float64)
     result = run(op, mu, sigma, "triton", setting)
     assert (result - truth).abs().max() <= 1e-5 * truth.abs().max()
+
+
+@pytest.mark.parametrize("width", [4097, 6000])
+def test_parts_of_a_row_give_what_the_row_gives(width):
+    """The parts' moments are joined; rows of no page, of one part, of a part and a page, and whole ones."""
+    lengths = torch.tensor([0, 5 * PAGE, 1026 * PAGE, 2047 * PAGE, width * PAGE - 1], dtype=torch.int32)
+    g = torch.Generator().manual_seed(width)
+    mu = 100 + torch.randn(len(lengths) * HEADS, 3, width, generator=g)
+    sigma = torch.rand(mu.shape, generator=g)
+    mu[:, :, 0], sigma[:, :, 0], mu[:, :, -1] = 1e6, torch.nan, torch.nan  # reserved
+    given = {
+        "num_kv_heads": HEADS, "page_size": PAGE, "bos": 1, "eos": 1, "alpha": 1.5, "safety_margin_z": 0.1,
+        "excess": 0.1, "mixture": False,
+    }  # fmt: skip
+    interpreter.install()
+    parts = launch.parts_of(width)
+    assert (parts, launch.parts_of(4096)) == (-(-width // 1024), 0)
+    whole, joined, estimate = (torch.full((len(mu), 3), torch.nan) for _ in range(3))
+    moments = torch.full((len(mu), 3, parts, 3), torch.nan)
+    launch.launch_gaussian_tau(mu, sigma, whole, lengths, **given)
+    launch.launch_gaussian_tau(mu, sigma, joined, lengths, **given, moments=moments, estimate=estimate)
+    pages = -(-lengths // PAGE).repeat_interleave(HEADS)[:, None]
+    scored = (torch.arange(width) >= 1) & (torch.arange(width) < pages - 1)
+    op = GaussianTau(1.5, 0.1, 0.1, False).bound(bench()[0].spec)
+    truth = op.meaning(*(x.double().permute(0, 2, 1)[..., None] for x in (mu, sigma)), scored=scored)[:, 0, :, 0]
+    off, allowed = (joined - truth).abs(), (whole - truth).abs().max()
+    assert (off <= 2 * allowed + rounding_step(truth, torch.float32)).all(), (off.max(), allowed)
+    assert (joined <= estimate).all()
+    assert not joined[: 2 * HEADS - 2].any()
 
 
 def test_one_launch_gives_floor_and_estimate():
