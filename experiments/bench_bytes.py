@@ -47,7 +47,7 @@ def count_bytes(
     layers: int = 32,
     score_all: bool = False,
 ) -> Moved:
-    """Bytes of one layer of a step of requests of some lengths, each of which finishes a page in one of page_size steps.
+    """Bytes of one layer of a step of requests of some lengths; each finishes a page in one of page_size steps.
 
     Args:
         plan: the flow and spec.

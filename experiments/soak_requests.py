@@ -111,7 +111,9 @@ class Asker:
 
     async def __aenter__(self) -> Asker:
         timeout = aiohttp.ClientTimeout(total=600)
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        # a connection kept alive may be taken up just as the server, whose patience is 5 s, closes it
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
         return self
 
     async def __aexit__(self, *_: object) -> None:
