@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from flowlib.compiler.program import Output, Stage, TileStage
 from flowlib.compiler.writer import KernelWriter, next_power_of_2
 from flowlib.core.float8 import SCALES
 from flowlib.core.formats import FORMAT
 from flowlib.core.graph import Node, topological
-from flowlib.core.op import Block, TileOp, literal
+from flowlib.core.op import LEAF, Block, Inner, TileOp, is_power_of_2, literal
 from flowlib.core.spec import Spec
 from flowlib.core.trace import GIVEN
-from flowlib.ops.matmul import GeMM
+from flowlib.ops.matmul import MIN_DOT, GeMM
 from flowlib.ops.state import Load
 
 TILE_ELEMENTS = 8192
 """Elements of the largest block in a kernel: what four warps hold in registers without spilling. Fields that go
 straight to tensor cores count half."""
 MAX_TILE_PAGES = 128
+_MIN_COLUMNS = 16  # of a program: loads of fewer waste bytes
 
 HEADER = '''\
 """{title}: page_size {page_size}, head_dim {head_dim}, {group_size} query heads per kv head, {num_kv_heads} kv heads.
@@ -97,18 +99,22 @@ def emit_joined(first: TileStage, update: TileStage, spec: Spec, imports: dict[s
 def _write_stage(writer: KernelWriter, stage: TileStage) -> None:
     if stage.on_write:
         _write_prologue(writer)
-    elif all(output.kind == "rows" for output in stage.outputs):
+    elif stage.per_row:
+        writer.columns, _ = column_blocks(stage)
+        stage = _of_columns(stage, writer.columns) if writer.columns else stage
         _row_index(writer)
     else:
         _row_prologue(writer)
     blocks: dict[int, Block] = {}
-    for node in topological(output.node for output in stage.outputs):
+    nodes = topological(output.node for output in stage.outputs)
+    factors = _factors(nodes)
+    for node in nodes:
         if node.name:
-            blocks[id(node)] = load_leaf(writer, node)
+            blocks[id(node)] = load_leaf(writer, node, id(node) in factors)
         elif isinstance(node.op, TileOp):
             writer.hint = type(node.op).__name__.lower()
             blocks[id(node)] = node.op.emit(writer, *(blocks[id(x)] for x in node.inputs))
-    read = {n.name for n in topological(o.node for o in stage.outputs) if n.format is FORMAT.PAGED}
+    read = {n.name for n in nodes if n.format is FORMAT.PAGED}
     if not stage.on_write and any(o.kind == "field" and o.name in read for o in stage.outputs):
         writer.line("tl.debug_barrier()  # another warp may still read what this one stores")
     for output in stage.outputs:
@@ -122,7 +128,7 @@ def leaf_names(stage: TileStage) -> list[str]:
 
 def tile_pages(stage: TileStage) -> int:
     """Pages per program: a power of two; what it loads, and its largest block, have at most TILE_ELEMENTS elements."""
-    if stage.on_write or all(output.kind == "rows" for output in stage.outputs):
+    if stage.on_write or stage.per_row:
         return 1
     nodes = topological(output.node for output in stage.outputs)
     factors = _factors(nodes)
@@ -142,11 +148,37 @@ def _factors(nodes: Sequence[Node]) -> set[int]:
     return fields if all(products) else set()
 
 
+def column_blocks(stage: TileStage) -> tuple[int, int]:
+    """(columns of a program, programs per row) of a stage that runs once per row.
+
+    (0, 1), one program for all columns, where the blocks are small or some op does not work column by column.
+    """
+    nodes = topological(output.node for output in stage.outputs)
+    widths = {n.shape[1] for n in nodes} - {1}
+    if not stage.per_row or _largest(stage) <= TILE_ELEMENTS or {o.node.shape[1] for o in stage.outputs} != widths:
+        return 0, 1
+    if len(widths) > 1 or not all(n.op is LEAF or getattr(n.op, "by_column", False) for n in nodes):
+        return 0, 1
+    (width,) = widths
+    fitting = max(1, TILE_ELEMENTS // max(next_power_of_2(n.shape[0]) for n in nodes))
+    size = min(width & -width, fitting)  # both are powers of two, so that no lane is padded
+    return (size, width // size) if size >= _MIN_COLUMNS else (0, 1)
+
+
+def _of_columns(stage: TileStage, size: int) -> TileStage:
+    """The stage over `size` of its columns."""
+    new: dict[int, Node] = {}
+    for node in topological(output.node for output in stage.outputs):
+        inputs = tuple(new[id(x)] for x in node.inputs)
+        new[id(node)] = replace(node, inputs=inputs, shape=(node.shape[0], min(node.shape[1], size)))
+    return replace(stage, outputs=tuple(replace(o, node=new[id(o.node)]) for o in stage.outputs))
+
+
 def num_warps(stage: TileStage) -> int:
-    """Warps of a stage's kernel: four, and one per 2,048 elements of a written page, 1 to 32."""
-    if not stage.on_write:
+    """Warps of a stage's kernel: one per 2,048 elements of a written page, 1 to 32, or of a row, 4 to 32; else four."""
+    if column_blocks(stage)[0] or not (stage.on_write or stage.per_row):
         return 4
-    return max(1, min(32, next_power_of_2(_largest(stage) // 2048 or 1)))
+    return max(1 if stage.on_write else 4, min(32, next_power_of_2(_largest(stage) // 2048 or 1)))
 
 
 def _largest(stage: TileStage, without: Collection[int] = ()) -> int:
@@ -156,8 +188,13 @@ def _largest(stage: TileStage, without: Collection[int] = ()) -> int:
     return max((_elements(n) for n in paged if id(n) not in without), default=1)
 
 
+def padded_elements(shape: Inner) -> int:
+    """Elements of the block of one entry of inner sizes `shape`."""
+    return next_power_of_2(shape[0]) * next_power_of_2(shape[1])
+
+
 def _elements(node: Node) -> int:
-    own = next_power_of_2(node.shape[0]) * next_power_of_2(node.shape[1])
+    own = padded_elements(node.shape)
     if isinstance(node.op, TileOp) and all(x.format is not FORMAT.BATCHED for x in node.inputs):
         return max(own, node.op.between(*(x.shape for x in node.inputs)))
     return own
@@ -176,6 +213,8 @@ def _row_index(w: KernelWriter) -> None:
     w.line("i_r = tl.program_id(0).to(tl.int64)")
     w.line(f"i_b = i_r // {w.spec.num_kv_heads}")
     w.line(f"i_h = i_r % {w.spec.num_kv_heads}")
+    if w.columns:
+        w.line(f"i_c = tl.program_id(1) * {w.columns}")
 
 
 def _row_prologue(w: KernelWriter) -> None:
@@ -195,13 +234,14 @@ def _row_prologue(w: KernelWriter) -> None:
     w.line(f"m_p = (o_p >= {spec.bos}) & (o_p < i_end)")
 
 
-def load_leaf(w: KernelWriter, node: Node) -> Block:
-    """Loads ``q``, K or V, a field or a buffer; masked lanes hold 0."""
+def load_leaf(w: KernelWriter, node: Node, factor: bool = False) -> Block:
+    """Loads ``q``, K or V, a field or a buffer; masked lanes hold 0. A `factor` is only multiplied with queries."""
     known = w.loaded.get((node.format, node.name))
     if known is not None:
         return known
     if node.name == SCALES:
         return Block(w.field_scale(), node.shape, False)
+    joined = factor and _has_joined_rows(w, node)
     if node.format is FORMAT.BATCHED:
         address = w.rows(node.name, node.shape)
     elif node.format is FORMAT.RAGGED:
@@ -209,14 +249,23 @@ def load_leaf(w: KernelWriter, node: Node) -> Block:
     elif node.name in GIVEN:
         address = w.tokens(node.name)
     else:
-        address = w.field(node.name, node.shape)
-    block = w.load(node.name, address, node.shape, node.format is not FORMAT.BATCHED, node.dtype, node.scaled)
+        address = (w.field_rows if joined else w.field)(node.name, node.shape)
+    block = w.load(node, address, joined)
     scale = {"k": w.spec.k_scale, "latent": w.spec.k_scale, "v": w.spec.v_scale}.get(node.name, 1.0)
     if scale != 1.0:
         w.hint = f"{node.name}_scaled"
         block = w.let(f"{w.fp32(block)} * {literal(scale)}", block.shape, block)
     w.loaded[node.format, node.name] = block
     return block
+
+
+def _has_joined_rows(w: KernelWriter, node: Node) -> bool:
+    """Whether tensor cores take the rows of all pages of a field, from a block of two axes: Triton swizzles none of
+    three axes in shared memory, where eight rows at a time are then read from the same banks."""
+    r, c = node.shape
+    rows = w.tile * r if w.has_page_axis and node.format is FORMAT.PAGED and node.name not in GIVEN else 0
+    narrow = node.scaled or (node.dtype is not None and node.dtype.itemsize == 2)
+    return r > 1 and is_power_of_2(r) and narrow and min(rows, next_power_of_2(c)) >= MIN_DOT
 
 
 def store_output(w: KernelWriter, output: Output, block: Block) -> None:

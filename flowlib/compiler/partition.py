@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from flowlib.compiler.emit import TILE_ELEMENTS, padded_elements
 from flowlib.compiler.program import Buffer, Output, SegmentStage, SelectStage, Stage, TileStage
 from flowlib.core.errors import FlowDefinitionError
 from flowlib.core.formats import FORMAT
 from flowlib.core.graph import Node, topological
-from flowlib.core.op import LEAF, SegmentOp, SelectOp
+from flowlib.core.op import LEAF, SegmentOp, SelectOp, TileOp
 from flowlib.core.trace import Traced
 
 
@@ -26,6 +27,7 @@ def partition(traced: Traced) -> tuple[tuple[Stage, ...], dict[str, Buffer], dic
         raise FlowDefinitionError("forward_indexer: no selection to partition")
     hints = traced.indexer.hints
     cutter = _Cutter(topological(traced.indexer.outputs))
+    cutter.start_with_rows()
     for node in cutter.order:
         if isinstance(node.op, SegmentOp):
             cutter.cut(node)
@@ -47,6 +49,33 @@ class _Cutter:
         self.buffers: dict[str, Buffer] = {}
         self.leaves: dict[int, Node] = {}
         self.last_values: dict[int, Node] = {}
+
+    def start_with_rows(self) -> None:
+        """A kernel of its own for what pages need of a row alone, where that is made of larger blocks than a kernel
+        holds: else each of the many programs that share the row's pages would load them again.
+
+        Values over the output of a segment op stay where they are, as do those of a block that is needed as it is.
+        """
+        needed = {
+            id(x): x
+            for node in self.order
+            if isinstance(node.op, TileOp) and node.format is not FORMAT.BATCHED
+            for x in node.inputs
+            if x.format is FORMAT.BATCHED
+        }
+        largest: dict[int, int] = {}  # elements of a leaf that a value of a row is made of
+        for node in (n for n in self.order if n.format is FORMAT.BATCHED):
+            if node.name:
+                largest[id(node)] = 0 if id(node) in needed else padded_elements(node.shape)
+            elif isinstance(node.op, TileOp) and all(id(x) in largest for x in node.inputs):
+                largest[id(node)] = max((largest[id(x)] for x in node.inputs), default=0)
+        wanted: dict[str, Node] = {}
+        for key, node in needed.items():
+            if largest.get(key, 0) > max(TILE_ELEMENTS, padded_elements(node.shape)) and not node.name:
+                label = f"row_{type(node.op).__name__.lower()}"
+                count = sum(name == label or name.startswith(f"{label}_") for name in wanted)
+                wanted[f"{label}_{count + 1}" if count else label] = node
+        self._write(wanted, "rows", per_row=True)
 
     def cut(self, node: Node) -> None:
         """Ends a kernel at a segment op: its input goes into a buffer, its output comes from one."""
@@ -76,6 +105,8 @@ class _Cutter:
         if not stores:
             return
         last = self.stages[-1] if self.stages else None
+        if isinstance(last, TileStage) and last.per_row:
+            last = None
         joined = isinstance(last, TileStage)
         if joined:  # the buffer that this kernel writes is no input of it
             written = {o.name for o in last.outputs}

@@ -56,6 +56,11 @@ class TileStage:
     outputs: tuple[Output, ...]
     on_write: bool = False
 
+    @property
+    def per_row(self) -> bool:
+        """Whether it runs once per row, over no pages."""
+        return all(output.kind == "rows" for output in self.outputs)
+
 
 @dataclass(frozen=True)
 class SegmentStage:

@@ -7,10 +7,11 @@ import re
 import torch
 
 from flowlib.core.formats import FORMAT
+from flowlib.core.graph import Node
 from flowlib.core.op import FLOAT8, Block, Inner, literal
 from flowlib.core.spec import Spec
 
-PROLOGUE = ("i_t", "i_r", "i_b", "i_h", "i_p", "o_p", "m_p", "i_end", "n_pages", "seq_len", "in_full", "slot")
+PROLOGUE = ("i_t", "i_r", "i_b", "i_h", "i_c", "i_p", "o_p", "m_p", "i_end", "n_pages", "seq_len", "in_full", "slot")
 """Variables that a kernel's first lines assign; a field may have any name."""
 _STAGES = 2  # of loads that feed a dot product; with more, fewer programs fit on a multiprocessor
 Address = tuple[str, list[str]]
@@ -36,6 +37,7 @@ class KernelWriter:
     Attributes:
         has_page_axis: whether page numbers are a block, else one number: the written page.
         knows_length: whether a line has assigned ``seq_len``.
+        columns: of axis 2 that a program works on, from column ``i_c`` on; 0 where that is all of them.
     """
 
     def __init__(self, name: str, spec: Spec, tile: int, imports: dict[str, set[str]]) -> None:
@@ -50,7 +52,9 @@ class KernelWriter:
         self._names: set[str] = set(PROLOGUE)
         self.has_page_axis = True
         self.knows_length = False
+        self.columns = 0
         self._offsets: set[int] = set()
+        self._row_pages: dict[int, tuple[str, str]] = {}
         self._upcast: dict[str, str] = {}
         self._varying: set[str] = set()
         self._scale = ""
@@ -121,7 +125,8 @@ class KernelWriter:
         return Block(self._assign(tensor, text), (size, 1), False, torch.float32, 0.0)
 
     def lanes(self, size: int, axis: int) -> str:
-        return f"{self.offset(size)}{_expand(axis)}"
+        index = f"{self.offset(size)}{_expand(axis)}"
+        return f"(i_c + {index})" if axis == 2 and size > 1 and self.columns else index
 
     def rearranged(self, x: Block, shape: Inner, row: str, column: str) -> Block:
         r, c = next_power_of_2(shape[0]), next_power_of_2(shape[1])
@@ -219,7 +224,8 @@ class KernelWriter:
         """Entry of the row in ``[bs, H * r, c]``."""
         self.parameter(f"p_{name}", f"s_{name}_b", f"s_{name}_h")
         head = "i_h" if shape[0] == 1 else f"(i_h * {shape[0]} + {self.offset(shape[0])}{_expand(1)})"
-        return f"p_{name}", [f"i_b * s_{name}_b", f"{head} * s_{name}_h", *self._inner(1, shape[1])]
+        first = ["i_c"] if self.columns and shape[1] > 1 else []
+        return f"p_{name}", [f"i_b * s_{name}_b", f"{head} * s_{name}_h", *first, *self._inner(1, shape[1])]
 
     def field(self, name: str, shape: Inner) -> Address:
         """Entries of the pages in ``[num_pages, H, r, c]``."""
@@ -227,6 +233,19 @@ class KernelWriter:
         self._find_pages()
         entry = f"(i_page * {self.spec.num_kv_heads} + i_h) * {shape[0] * shape[1]}"
         return f"f_{name}", [self._paged(entry), *self._inner(*shape)]
+
+    def field_rows(self, name: str, shape: Inner) -> Address:
+        """Rows of the pages in ``[num_pages, H, r, c]``, all on one axis of ``pages * r``; r is a power of two."""
+        self.parameter(f"f_{name}")
+        r, c = shape
+        row = self.offset(self.tile * r)
+        if r not in self._row_pages:
+            place = self._variable("o_p", f"i_p + {row} // {r}")
+            mask = self._variable("m_p", f"({place} >= {self.spec.bos}) & ({place} < i_end)")
+            page = f"tl.load(p_page_table + i_b * s_page_table + {place}, mask={mask}, other=0).to(tl.int64)"
+            self._row_pages[r] = self._variable("i_page_of_row", page), mask
+        entry = f"({self._row_pages[r][0]} * {self.spec.num_kv_heads} + i_h) * {r} + {row} % {r}"
+        return f"f_{name}", [f"(({entry}) * {c}){_expand(0)}", *self._inner(1, c)]
 
     def tokens(self, name: str) -> Address:
         """The pages' tokens in ``[T, H, D]``."""
@@ -251,11 +270,8 @@ class KernelWriter:
         self.parameter(f"p_{name}")
         self.parameter(f"s_{name}_r", varying=True)
         size = shape[0] * shape[1]
-        return f"p_{name}", [
-            f"i_r * s_{name}_r",
-            self._paged(f"o_p * {size}" if size > 1 else "o_p"),
-            *self._inner(*shape),
-        ]
+        entry = self._paged(f"o_p * {size}" if size > 1 else "o_p")
+        return f"p_{name}", [f"i_r * s_{name}_r", entry, *self._inner(*shape)]
 
     def _find_pages(self) -> None:
         if self.has_page_axis and "i_page" not in self._names:
@@ -274,26 +290,24 @@ class KernelWriter:
 
     # -- loads and stores
 
-    def load(
-        self, name: str, address: Address, shape: Inner, paged: bool, dtype: torch.dtype | None, scaled: bool = False
-    ) -> Block:
-        """Loads a block, a scaled float8 summary as float16 with the scale as its unit; masked lanes hold 0."""
-        flat = paged and self.has_page_axis and shape[0] == 1 and shape[1] > 1
+    def load(self, leaf: Node, address: Address, joined: bool = False) -> Block:
+        """Loads a leaf, by :meth:`field_rows` if `joined`, scaled float8 as float16 with a unit; masked lanes are 0."""
+        name, shape, paged = leaf.name, leaf.shape, leaf.format is not FORMAT.BATCHED
+        flat = joined or (paged and self.has_page_axis and shape[0] == 1 and shape[1] > 1)
         place, mask = self._place(name, address, shape, paged, flat)
-        guard = f", mask={mask}, other={0 if scaled else 0.0}" if mask else ""
-        known, text = dtype or torch.float32, f"tl.load({place}{guard})"
-        unit = self.field_scale() if scaled else ""
-        if scaled:
+        guard = f", mask={mask}, other={0 if leaf.scaled else 0.0}" if mask else ""
+        known, text = leaf.dtype or torch.float32, f"tl.load({place}{guard})"
+        unit = self.field_scale() if leaf.scaled else ""
+        if leaf.scaled:
             codes = self._assign(f"{name}_codes", text)
             known, text = torch.float16, f"{self._float8('unscaled')}({codes})"
         loaded = self._assign(f"{name}_rows" if flat else name, text)
         if not flat:
             return Block(loaded, shape, paged, known, 0.0, unit=unit)
-        return Block(self._assign(name, f"{loaded}[:, None, :]"), shape, paged, known, 0.0, loaded, unit)
+        whole = f"tl.reshape({loaded}, {self._padded_shape(shape, paged)})" if joined else f"{loaded}[:, None, :]"
+        return Block(self._assign(name, whole), shape, paged, known, 0.0, loaded, unit)
 
-    def store(
-        self, name: str, address: Address, block: Block, shape: Inner, paged: bool, rounding: str = ""
-    ) -> None:
+    def store(self, name: str, address: Address, block: Block, shape: Inner, paged: bool, rounding: str = "") -> None:
         """Stores a block, broadcast to `shape`, in the dtype of its destination: with a `rounding`, scaled float8."""
         value = self.fp32(block)
         if block.shape != shape or block.paged != paged:
@@ -325,7 +339,7 @@ class KernelWriter:
     def _place(self, name: str, address: Address, shape: Inner, paged: bool, flat: bool = False) -> tuple[str, str]:
         """Writes the lines of an offset and a mask; returns the pointer expression and the mask's name, if any.
 
-        `flat` leaves out axis 1, of size 1: Triton finds better layouts for blocks of two axes.
+        `flat` leaves out axis 1, whose rows axis 0 has too: Triton finds better layouts for blocks of two axes.
         """
         pointer, terms = address
         if not any("[" in term for term in terms):
@@ -334,7 +348,9 @@ class KernelWriter:
         if flat:
             offset, mask = (t.replace("[:, None, None]", "[:, None]").replace("[None, None, :]", "[None, :]")
                             for t in (offset, mask))  # fmt: skip
-        self.line(f"# {name} {[self.tile if paged else 1, *shape[1 if flat else 0 :]]}")
+            mask = mask.replace("m_p[", f"{self._row_pages[shape[0]][1]}[") if shape[0] > 1 else mask
+        pages = (self.tile if paged else 1) * (shape[0] if flat else 1)
+        self.line(f"# {name} {[pages, *shape[1 if flat else 0 :]]}")
         offset = self._variable(f"o_{name}", offset)
         return f"{pointer} + {offset}", self._variable(f"m_{name}", mask) if mask else ""
 

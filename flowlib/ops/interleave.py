@@ -25,6 +25,11 @@ class _Interleave(TileOp):
             raise OptionError(f"{type(self).__name__}: k is {k!r}, expected a positive integer")
         self.k = k
 
+    @property
+    def by_column(self) -> bool:
+        """Whether a column of the result depends on the same column of x alone."""
+        return self.dim == 1
+
     def infer(self, x: Inner) -> Inner:
         size = x[self.dim - 1]
         if size % self.k:

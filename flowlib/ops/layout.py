@@ -133,6 +133,7 @@ class MaskSlice(TileOp):
     """alpha at positions ``start`` to ``end - 1`` of axis `dim`, beta elsewhere; x gives the inner sizes only."""
 
     finite: ClassVar[bool] = True
+    by_column: ClassVar[bool] = True
 
     def __init__(self, start: int, end: int, dim: int, alpha: float = 1.0, beta: float = 0.0) -> None:
         self.dim = check_inner_dim(self, dim)

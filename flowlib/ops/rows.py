@@ -16,6 +16,7 @@ class QueryPosition(RowOp):
     """The position of the row's query token, its length less 1: ``[B, 1, 1]``."""
 
     finite: ClassVar[bool] = True
+    by_column: ClassVar[bool] = True
 
     def infer(self) -> Inner:
         return (1, 1)
@@ -32,6 +33,7 @@ class AlibiSlopes(RowOp):
     """The spec's ALiBi slope of each query head of the row, ``[B, G, 1]``; 0 where the spec has none."""
 
     finite: ClassVar[bool] = True
+    by_column: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.size = 1
@@ -56,6 +58,7 @@ class Scaled(TileOp):
     """x times the factor of q·k in attention, the spec's ``scale`` (head_dim ** -0.5 unless given)."""
 
     finite: ClassVar[bool] = True
+    by_column: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.scale = 1.0

@@ -13,6 +13,7 @@ class PositivePart(TileOp):
     """max(x, 0)."""
 
     finite: ClassVar[bool] = True
+    by_column: ClassVar[bool] = True
 
     def infer(self, x: Inner) -> Inner:
         return x
@@ -28,6 +29,7 @@ class NegativePart(TileOp):
     """min(x, 0)."""
 
     finite: ClassVar[bool] = True
+    by_column: ClassVar[bool] = True
 
     def infer(self, x: Inner) -> Inner:
         return x

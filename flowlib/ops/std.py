@@ -17,6 +17,11 @@ class Std(TileOp):
     def __init__(self, dim: int = 1) -> None:
         self.dim = check_inner_dim(self, dim)
 
+    @property
+    def by_column(self) -> bool:
+        """Whether a column of the result depends on the same column of x alone."""
+        return self.dim == 1
+
     def infer(self, x: Inner) -> Inner:
         return (1, x[1]) if self.dim == 1 else (x[0], 1)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flowlib.compiler.emit import joined_name, num_warps, tile_pages
+from flowlib.compiler.emit import column_blocks, joined_name, num_warps, tile_pages
 from flowlib.compiler.load import load_function, load_source
 from flowlib.compiler.program import SegmentStage, Stage, TileStage
 from flowlib.core.attention import Entmax, Normaliser, Softmax
@@ -60,7 +60,7 @@ class TileKernel:
         self.kernel = getattr(load_source(source), name or stage.name)
         self.tile = tile_pages(stage)
         self.spec = spec
-        self.per_row = all(output.kind == "rows" for output in stage.outputs)
+        self.blocks = column_blocks(stage)[1]
         self.options = {"num_warps": num_warps(stage)}
         self._arguments = [_argument(name) for name in self.kernel.arg_names if name != "PDL"]
 
@@ -78,8 +78,9 @@ class TileKernel:
             "page_table": batch.page_table, "seq_lens": batch.seq_lens,
             "full_pages": full_pages, "dense_below": self.spec.dense_below, "loc": loc, "n_rows": rows,
         }  # fmt: skip
-        tiles = 1 if self.per_row else -(-batch.width // self.tile)
+        tiles = -(-batch.width // self.tile)
         sharing = max(1, min(tiles, max(-(-_PROGRAMS // rows), -(-tiles // _MAX_TILES))))
+        sharing = self.blocks if self.stage.per_row else sharing
         grid = (rows + (0 if loc is None else loc.shape[0]), sharing)
         self._launch(grid, (tensors, tensors if fields is None else fields, step), pdl)
 

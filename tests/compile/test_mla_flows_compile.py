@@ -93,8 +93,34 @@ def test_flow(name, target):
         names = {kernel.name for kernel in kernels}
         assert {"update", "score", "select_kernel", "attend_mla_kernel"} <= names
         assert ("merge_mla_kernel" in names) == (page > 1), "66 tokens are one split"
-        assert ("score_and_update" in names) == (page == 1), "large pages are updated in a launch of their own"
+        assert ("rows_and_update" in names) == (page == 1), "large pages are updated in a launch of their own"
         judge(kernels, target)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("name", flowlib.list_flows(mla=True))
+def test_queries_are_reduced_once_per_row(name, heads):
+    """Scoring reads no query: 128 heads of 576 channels in each program are more than its registers hold."""
+    flow = flowlib.build(name)
+    plan = flowlib.profile(flow, flow.default_spec(group_size=heads, page_size=64, top_k=64))
+    pool, out = flowlib.PagedPool(plan, num_pages=4), plan.allocate(2, plan.spec.max_pages, "cpu")
+    batch = flowlib.Batch(ints(2, plan.spec.max_pages), ints(2))
+    with compile_only("sm_90") as kernels:
+        plan._executor.choose(torch.zeros(2, heads, 576, dtype=BF16), pool, batch, out)
+    judge(kernels, "sm_90")
+    rows, score, _ = kernels
+    assert (rows.name, score.name) == ("rows", "score")
+    assert rows.registers <= 64
+    assert score.registers <= 128, "four programs and more on a multiprocessor"
+    assert "p_q" not in plan._executor.tiles["score"].kernel.arg_names
+
+
+def test_rows_of_pages_are_read_without_bank_conflicts():
+    """Four rows per page are loaded as a block of two axes: in shared memory one of three axes is not swizzled."""
+    flow = flowlib.build("lserve_centroid_mla")
+    plan = flowlib.profile(flow, flow.default_spec(group_size=16, page_size=64))
+    assert plan.fields["centroid"].shape == (4, 576)
+    assert "# centroid [16, 576]" in plan.program.source.split("def score(")[1]
 
 
 def test_lengths_are_no_reason_to_compile_again():

@@ -8,7 +8,7 @@ import torch
 import flowlib
 from flowlib import FORMAT, RunContext, SelectionHandle, as_vtensor, ops, vFlow
 from flowlib.errors import OptionError, ShapeError
-from flowlib.testing import scene
+from flowlib.testing import Case, scene, verify_flow
 
 SIZES = {"page_size": 4, "head_dim": 16, "group_size": 2, "num_kv_heads": 2, "max_pages": 12}
 
@@ -252,3 +252,17 @@ def test_products_of_two_paged_matrices():
 def test_options_that_are_no_numbers(make, message):
     with pytest.raises(OptionError, match=message):
         make()
+
+
+@pytest.mark.parametrize("summary_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("page_size", "joined"), [(32, True), (64, True), (48, False)])
+def test_rows_of_pages_are_one_axis_of_products(page_size, joined, summary_dtype):
+    """Two and four rows per page lie on one axis of a block; three are padded to four, so they do not."""
+    sizes = {**SIZES, "page_size": page_size, "top_k": 2, "bos": 2, "summary_dtype": summary_dtype}
+    for name in ("lserve_sparse_attention", "lserve_centroid_sparse_attention"):
+        spec = flowlib.Spec(**{**sizes, "kv_dtype": torch.bfloat16})
+        source = flowlib.profile(flowlib.build(name), spec).program.source
+        assert ("i_page_of_row" in source) is joined
+        report = verify_flow(name, cases=[Case("rows", spec, (11 * page_size + 3, 5 * page_size, 7))])
+        assert report.ok, str(report)
+        assert not report.notes
