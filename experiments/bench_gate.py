@@ -16,6 +16,7 @@ from bench_pools import Problem
 from bench_shapes import FlowChoice
 
 import flowlib
+from flowlib.compiler.program import SegmentStage
 from flowlib.core.formats import FORMAT
 from flowlib.runtime.plan import Plan, StepOutput
 from flowlib.testing import Judgement, Oracle, ReferenceOracle, Scene, fill_nan, has_oracle, oracle_of
@@ -160,7 +161,8 @@ class _Row:
         self.fields_oracle: Oracle = oracle_of(choice.name, **choice.options) if has_oracle(choice.name) else own
         cuts = type(self.fields_oracle).kept is not Oracle.kept
         self.oracle: Oracle = self.fields_oracle if cuts else own
-        self.local = len(plan.program.step_stages) == 1  # a score depends on its own page alone
+        # a score depends on its own page alone
+        self.local = not any(isinstance(stage, SegmentStage) for stage in plan.program.step_stages)
         self.sums_pages = not self.local and not cuts
         self.first, self.last = self.spec.bos, max(self.spec.bos, len(self.pages) - self.spec.eos)
 

@@ -34,7 +34,7 @@ class Block:
         paged: whether axis 0 runs over pages (else it is 1).
         dtype: the storage dtype of a block just loaded, ``None`` once it is fp32.
         pad: what the padded lanes of axes 1 and 2 hold, if known.
-        flat: the same block without axis 1, ``[pages, c']``, where r is 1 and it was loaded so; else empty.
+        flat: the same block as ``[pages · r, c']`` where it was loaded so; else empty.
         unit: what the variable must be multiplied by, a power of two, where that is not 1; :meth:`Emitter.fp32` does,
             who takes the block :meth:`Emitter.raw` must.
     """
@@ -214,6 +214,9 @@ class SegmentOp(Op):
     """Whether it reads a step's queries and keys, too, so that it can't be called alone."""
     kernel: ClassVar[str] = ""
     """Import string ``module:function`` of the launch function."""
+    scratch: ClassVar[str] = ""
+    """Import string of a function of the widest row's pages, which gives the shapes, for a row's entry, of the fp32
+    buffers that the launch function takes besides, by argument."""
 
     def meaning(self, *xs: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
         """The op on ``[R, W, r, c]`` with the mask ``[R, W]`` of scored pages."""

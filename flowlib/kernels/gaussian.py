@@ -356,6 +356,12 @@ def launch_gaussian_tau(
     )  # fmt: skip
 
 
+def scratch_of(width: int) -> dict[str, tuple[int, ...]]:
+    """Shapes for one plane of :func:`launch_gaussian_tau`'s scratch, for rows of at most `width` pages, by argument."""
+    parts = parts_of(width)
+    return {"moments": (parts, 3)} if parts else {}
+
+
 def parts_of(width: int) -> int:
     """Parts in which rows of at most `width` pages are summed; 0 where one program sums a row."""
     return triton.cdiv(width, _PART) if width > _LONG_WIDTH else 0

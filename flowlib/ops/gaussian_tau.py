@@ -45,6 +45,7 @@ class GaussianTau(SegmentOp):
     names: ClassVar[tuple[str, ...]] = ("mu", "sigma")
     reads_rows: ClassVar[bool] = True
     kernel: ClassVar[str] = "flowlib.kernels.gaussian:launch_gaussian_tau"
+    scratch: ClassVar[str] = "flowlib.kernels.gaussian:scratch_of"
 
     def __init__(
         self, alpha: float, safety_margin_z: float = 0.0, excess: float = 0.1, mixture: bool | None = False

@@ -125,6 +125,7 @@ def _writes(plan: Plan, stage: TileStage) -> int:
     return sum(
         plan.fields[o.name].nbytes if o.kind == "field" else plan.program.buffers[o.name].nbytes(1, 1)
         for o in stage.outputs
+        if o.kind != "rows"
     )
 
 

@@ -183,6 +183,9 @@ class Executor:
                 "q": q, "k": store.k, "page_table": batch.page_table, "scale": spec.softmax_scale,
                 "k_scale": spec.k_scale,
             }  # fmt: skip
+        if stage.op.scratch:
+            own = f"{stage.name}:"
+            known |= {name.removeprefix(own): x for name, x in out.workspace.items() if name.startswith(own)}
         for earlier, later, argument in self.together.values():
             if later == stage.name:
                 known[argument] = self._target(earlier, out)

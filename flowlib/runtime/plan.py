@@ -255,7 +255,7 @@ class Plan:
             if scores
         }
         if scores:
-            work |= selection.scratch(self.program.selection.op, spec, (rows, lists), width, device)
+            work |= selection.plan_scratch(self.program, spec, (rows, lists), width, device)
         work["physical"] = empty(rows, lists, self.max_selected, dtype=torch.int32)
         splits = [self._splits(n) for n in range(1, rows + 1)]
         partials = max((n * s for n, s in enumerate(splits, start=1) if s > 1), default=0)

@@ -1,10 +1,13 @@
-"""The scratch of a selection, and a selection op called alone on real scores."""
+"""The scratch of segment ops and of a selection, and a selection op called alone on real scores."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
 from flowlib.compiler.load import load_function
+from flowlib.compiler.program import Program, SegmentStage
 from flowlib.core.formats import Mode
 from flowlib.core.op import SelectOp
 from flowlib.core.spec import Spec
@@ -23,6 +26,19 @@ def scratch(
     """
     blocks = load_function("flowlib.kernels.select_above:counted_blocks")(min(width, op.limits(spec)[0]))
     return {"counts": torch.empty(*lists, blocks, dtype=torch.int32, device=device)} if blocks else {}
+
+
+def plan_scratch(
+    program: Program, spec: Spec, lists: tuple[int, int], width: int, device: str | torch.device
+) -> dict[str, torch.Tensor]:
+    """That of :func:`scratch`, and fp32 for what the launch functions of segment ops ask for, by ``stage:argument``."""
+    found, entries = scratch(program.selection.op, spec, lists, width, device), lists[0] * spec.num_kv_heads
+    for stage in program.stages:
+        if isinstance(stage, SegmentStage) and stage.op.scratch:
+            planes = math.prod(program.buffers[stage.sources[0]].shape)
+            for name, shape in load_function(stage.op.scratch)(width).items():
+                found[f"{stage.name}:{name}"] = torch.empty(entries, planes, *shape, device=device)
+    return found
 
 
 def select_alone(

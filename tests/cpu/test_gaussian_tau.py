@@ -167,6 +167,18 @@ def test_one_launch_gives_floor_and_estimate():
         assert not GaussianFloor(1.5).also_gives(other)
 
 
+def test_a_plan_of_long_rows_has_room_for_their_parts():
+    flow = flowlib.build("entmax_gaussian_attention", tau_mode="fixed", safety_margin_z=0.0)
+    spec = flowlib.Spec(page_size=1, head_dim=16, num_kv_heads=1, group_size=1, kv_dtype=torch.float32, max_pages=4200)
+    plan = flowlib.profile(flow, spec)
+    made = scene(plan, (4200, 1100))
+    rooms = plan.allocate(2, 4200, "cpu").workspace
+    assert {name: tuple(x.shape) for name, x in rooms.items() if ":" in name}["gaussianfloor_2:moments"] == (2, 1, 5, 3)
+    wanted, got = (plan.step(made.q, made.pool_by(impl), made.batch, impl=impl) for impl in ("reference", "triton"))
+    torch.testing.assert_close(got.tau, wanted.tau, rtol=1e-5, atol=1e-5)
+    assert torch.equal(got.pages, wanted.pages)
+
+
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("mixture", [False, True])
 def test_pages_without_spread(mixture, impl):
