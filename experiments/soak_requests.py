@@ -47,6 +47,11 @@ class Request:
     new_tokens: int
     probe: int = -1
 
+    @property
+    def rid(self) -> str:
+        """SGLang's name for it; no name begins another one, since SGLang aborts every request whose name begins so."""
+        return f"probe-{self.probe}" if self.index < 0 else f"soak-{self.index:06d}"
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -138,10 +143,8 @@ class Asker:
         body: dict[str, Any] = {
             "input_ids": request.prompt,
             "sampling_params": {"temperature": 0.0, "max_new_tokens": request.new_tokens, "ignore_eos": True},
-            "stream": streamed, "rid": f"soak-{request.index}", "return_logprob": True, "top_logprobs_num": 2,
+            "stream": streamed, "rid": request.rid, "return_logprob": True, "top_logprobs_num": 2,
         }  # fmt: skip
-        if request.index < 0:
-            body["rid"] = f"probe-{request.probe}"
         if request.kind == "malformed":
             body = MALFORMED[request.index % len(MALFORMED)] | {"rid": body["rid"]}
         async with self._session.post(f"{self.url}/generate", json=body) as response:
@@ -165,7 +168,7 @@ class Asker:
                 break
             if request.kind == "aborted" and seen >= stop and not asked:
                 asked = True
-                async with self._session.post(f"{self.url}/abort_request", json={"rid": f"soak-{request.index}"}):
+                async with self._session.post(f"{self.url}/abort_request", json={"rid": request.rid}):
                     continue
         return parse(request, response.status, last)
 

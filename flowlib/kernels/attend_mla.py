@@ -13,14 +13,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from flowlib.kernels.attend import _LOW_PRECISION, _merge
+from flowlib.kernels.attend import _LOW_PRECISION, MERGED_HEADS, _merge
 from flowlib.kernels.pdl import begin, options
 
 _MIN_SPLIT_TOKENS = 128
 _MULTIPROCESSORS = 132
 _RESIDENT = {16: 2, 32: 1, 64: 1}  # programs of so many heads that a multiprocessor holds
 # bytes a channel -> query heads a program -> (tokens a tile, warps, pipeline stages): the largest that compile for
-# latents of 576 channels without spills, on sm_80, sm_90 and sm_100; not timed yet
+# latents of 576 channels without spills, on sm_80, sm_90 and sm_100; timed with 16 and 128 heads on an H200
 _TILES = {
     1: {16: (32, 4, 3), 32: (32, 8, 2)},
     2: {16: (32, 4, 3), 32: (32, 8, 3), 64: (32, 8, 3)},
@@ -145,14 +145,15 @@ def attend_mla_kernel(
 @triton.jit
 def merge_mla_kernel(
     p_partial_o, p_partial_lse, p_o, p_lse, n_splits, s_o_b, s_o_h, s_lse_b, s_lse_h,
-    G: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program merges the splits of one query head."""
+    """A program merges the splits of BG query heads."""
+    n_tiles: tl.constexpr = (G + BG - 1) // BG
     begin(PDL)
-    i_b, i_hq = tl.program_id(0).to(tl.int64) // G, tl.program_id(0) % G
+    i_b, i_hq = tl.program_id(0).to(tl.int64) // n_tiles, tl.program_id(0) % n_tiles * BG
     _merge(
-        p_partial_o, p_partial_lse, p_o, p_lse, i_b, i_hq, 1, n_splits, s_o_b, s_o_h, s_lse_b, s_lse_h, G, R, BR, 0, 1,
-        BS,
+        p_partial_o, p_partial_lse, p_o, p_lse, i_b, i_hq, tl.minimum(G - i_hq, BG), n_splits, s_o_b, s_o_h, s_lse_b,
+        s_lse_h, G, R, BR, 0, BG, BS,
     )  # fmt: skip
 
 
@@ -168,8 +169,8 @@ def num_splits(max_selected_pages: int, page_size: int, lists: int, heads: int, 
     Of the numbers allowed the one with which the programs' rounds on a large GPU times the length of a program are
     least, and the smallest such. Allowed are 1, and what makes at most two rounds of programs with no split shorter
     than 128 tokens of the longest list. More rounds could end sooner by this count, which leaves out what every split
-    adds: a partial output of fp32 to write and to merge, and the start of a program. Where the limits lie is not timed
-    yet.
+    adds: a partial output of fp32 to write and to merge, and the start of a program. On an H200 it chose the fastest
+    of five numbers, or one within 2 % of it, for 2,080 tokens of 16 requests with 16 and with 128 heads.
     """
     tiles = max(1, -(-max_selected_pages * page_size // _MIN_SPLIT_TOKENS))
     tile = head_tile(heads, itemsize)
@@ -224,9 +225,9 @@ def launch_attend_mla(
         num_warps=warps, num_stages=stages, **options(pdl),
     )  # fmt: skip
     if num_splits > 1:
-        merge_mla_kernel[(q.shape[0] * group_size,)](
+        merge_mla_kernel[(q.shape[0] * triton.cdiv(group_size, MERGED_HEADS),)](
             partial_o, partial_lse, o, lse, num_splits, *o.stride()[:2], *lse.stride(), G=group_size, R=rank, BR=b_r,
-            BS=triton.next_power_of_2(num_splits), num_warps=4, **options(pdl),
+            BG=MERGED_HEADS, BS=triton.next_power_of_2(num_splits), num_warps=4, **options(pdl),
         )  # fmt: skip
 
 
