@@ -50,7 +50,7 @@ class Request:
     @property
     def rid(self) -> str:
         """SGLang's name for it; no name begins another one, since SGLang aborts every request whose name begins so."""
-        return f"probe-{self.probe}" if self.index < 0 else f"soak-{self.index:06d}"
+        return f"probe-{self.probe:06d}" if self.index < 0 else f"soak-{self.index:06d}"
 
 
 @dataclass(frozen=True)

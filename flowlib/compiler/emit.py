@@ -157,7 +157,7 @@ def column_blocks(stage: TileStage) -> tuple[int, int]:
     widths = {n.shape[1] for n in nodes} - {1}
     if not stage.per_row or _largest(stage) <= TILE_ELEMENTS or {o.node.shape[1] for o in stage.outputs} != widths:
         return 0, 1
-    if len(widths) > 1 or not all(n.op is LEAF or getattr(n.op, "by_column", False) for n in nodes):
+    if len(widths) > 1 or not all(n.op is LEAF or n.op.by_column for n in nodes):
         return 0, 1
     (width,) = widths
     fitting = max(1, TILE_ELEMENTS // max(next_power_of_2(n.shape[0]) for n in nodes))

@@ -127,6 +127,8 @@ class Op:
     """Whether its result has the inner sizes of its output."""
     finite: ClassVar[bool] = False
     """Whether finite inputs give finite results, short of overflow: no score of finite fields is -inf or NaN then."""
+    by_column: ClassVar[bool] = False
+    """Whether each column of its result depends on that column of its inputs alone; an op may say so by a property."""
     saves: ClassVar[bool] = False
     """Whether its output on the indexer side is a field."""
 

@@ -34,7 +34,8 @@ EXACT, CORRECTED, FIXED = 0, 1, 2
 """Where tau comes from: solved for, a few steps from an estimate, or the estimate itself."""
 MODES = {"exact": EXACT, "corrected": CORRECTED, "fixed": FIXED}
 _KIND = {1.5: 1, 2.0: 2}
-_VARYING = ["W", "M", "bos", "eos", "n_steps", "s_table", "s_bound_row", "s_bound_lane", "exact_pages", "exact_tokens"]
+_VARYING = ["W", "M", "s_table"]
+_SOLVING = ["W", "M", "bos", "eos", "n_steps", "s_bound_row", "s_bound_lane", "exact_pages", "exact_tokens"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -107,7 +108,7 @@ def score_kernel(
         tl.store(p_tile_max + o_line * (s_z // FINEST) + o // BT, tl.max(b_z, 1), mask=m_g)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_SOLVING)
 def threshold_kernel(
     p_seq_lens, p_pages, p_lengths, p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, p_certified, p_a,
     a, beta, n_steps, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos, exact_pages, exact_tokens,

@@ -1,4 +1,5 @@
-"""The threshold of entmax over normal scores: one program a plane of a row, over scalars or page by page.
+"""The threshold of entmax over normal scores: one program a plane of a row, over scalars or page by page. The moments
+of long rows are summed by many programs before it.
 
 The expected mass F falls with the threshold, and log F is concave for one normal: Newton steps on it inside a bracket
 take five to ten evaluations.
@@ -19,6 +20,7 @@ _BLOCKS = ((2048, 1024), (2**31, 4096))
 _VALUES_PER_THREAD = 8
 _PART, _PART_WARPS = 1024, 4  # pages of a long row that one program sums
 _LONG_WIDTH = 4096
+_FEWEST_PARTS = 64  # loaded in a program: tables of up to 65,536 pages share a kernel
 _REGISTERS = {16: 128}  # of the largest programs all there are
 _MANY_REGISTERS = 168  # where the assembler would spill to fit one more program on a multiprocessor
 _NEWTON_STEPS = tl.constexpr(12)
@@ -351,13 +353,16 @@ def launch_gaussian_tau(
         D=size, BD=triton.next_power_of_2(size), A=alpha - 1.0,
         BETA=float(near) if abs(beta - near) < 1e-9 else beta, MIXTURE=mixed,
         BY_SLOPE=by_slope and alibi_slopes is not None, TAIL=tail, BW=block,
-        BN=triton.next_power_of_2(parts) if parts else 0, num_warps=warps, num_stages=1,
+        BN=max(_FEWEST_PARTS, triton.next_power_of_2(parts)) if parts else 0, num_warps=warps, num_stages=1,
         maxnreg=_REGISTERS.get(warps, _MANY_REGISTERS), **options(pdl),
     )  # fmt: skip
 
 
 def scratch_of(width: int) -> dict[str, tuple[int, ...]]:
-    """Shapes for one plane of :func:`launch_gaussian_tau`'s scratch, for rows of at most `width` pages, by argument."""
+    """Shapes for one plane of :func:`launch_gaussian_tau`'s scratch, for rows of at most `width` pages, by argument.
+
+    Whether pages are normals of their own, which use none, is known at the launch only.
+    """
     parts = parts_of(width)
     return {"moments": (parts, 3)} if parts else {}
 

@@ -308,8 +308,9 @@ def launch_select(
         page_table: int32 ``[bs, width]``, logical to physical pages, and physical: int32 like pages, written with the
             physical pages of the lists (past their lengths it is left alone); both or none.
         counts: int32 ``[bs, num_kv_heads * lanes, blocks]`` contiguous, scratch of rows that their budget covers
-            (``top_k >= width``): at least ``counted_blocks(width)`` blocks. None where that is 0; elsewhere without it
-            each program of a list reads the whole row: the same lists, in time that grows with the square of the width.
+            (``top_k >= width``): at least :func:`flowlib.kernels.select_above.counted_blocks` blocks. None where that
+            is 0; elsewhere without it each program of a list reads the whole row: the same lists, in time that grows
+            with the square of the width.
         pdl: programmatic dependent launch (sm_90 and later).
 
     Of equal scores the lower page is taken (-0.0 equals 0.0); NaN and -inf never are. Lists are cut at M entries.

@@ -22,7 +22,7 @@ _UNCOUNTED = ((16384, 2048, 8), (2**31, 8192, 16))
 
 
 @triton.jit
-def _scored_range(seq_len, W, bos, eos, full_pages, dense_below, PAGE: tl.constexpr):
+def _decided_range(seq_len, W, bos, eos, full_pages, dense_below, PAGE: tl.constexpr):
     """Pages of a row, and the range of those that their scores decide on: an empty one where all are kept."""
     n_pages = tl.maximum(tl.minimum((seq_len + PAGE - 1) // PAGE, W), 0)
     last = n_pages - eos
@@ -57,7 +57,7 @@ def count_kept_kernel(
     i_row = i_list // LANES
     seq_len = tl.load(p_seq_lens + i_row // H)  # the kernel that wrote the scores began after what wrote the lengths
     begin(PDL)
-    n_pages, first, last = _scored_range(seq_len, W, bos, eos, full_pages, dense_below, PAGE)
+    n_pages, first, last = _decided_range(seq_len, W, bos, eos, full_pages, dense_below, PAGE)
     p_scores += i_row * s_row + (i_list % LANES) * s_lane
     b_kept = _kept(p_scores, i_part * BW + tl.arange(0, BW), s_page, n_pages, first, last)
     tl.store(p_counts + i_list * s_counts + i_part, tl.sum(b_kept))
@@ -77,7 +77,7 @@ def select_above_kernel(
     seq_len = tl.load(p_seq_lens + i_row // H)  # as above
     if BN == 0:
         begin(PDL)
-    n_pages, first, last = _scored_range(seq_len, W, bos, eos, full_pages, dense_below, PAGE)
+    n_pages, first, last = _decided_range(seq_len, W, bos, eos, full_pages, dense_below, PAGE)
     p_scores += i_row * s_row + (i_list % LANES) * s_lane
     p_pages += i_list * M
     if PHYSICAL:

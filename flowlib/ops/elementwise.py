@@ -11,7 +11,6 @@ from flowlib.core.op import Block, Emitter, Inner, TileOp, broadcast, cache_side
 
 class _Binary(TileOp):
     by_column: ClassVar[bool] = True
-    """Whether a column of its result depends on the same column of its inputs alone."""
     names: ClassVar[tuple[str, ...]] = ("x", "y")
     triton: ClassVar[str] = ""
 

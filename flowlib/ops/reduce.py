@@ -26,7 +26,7 @@ class _Reduction(TileOp):
 
     @property
     def by_column(self) -> bool:
-        """Whether a column of the result depends on the same column of x alone."""
+        """Where it works along axis 1."""
         return self.dim == 1
 
     def infer(self, x: Inner) -> Inner:

@@ -12,7 +12,6 @@ from flowlib.core.op import Block, Emitter, Inner, TileOp, cache_side, literal, 
 
 class _Unary(TileOp):
     by_column: ClassVar[bool] = True
-    """Whether a column of its result depends on the same column of its inputs alone."""
     triton: ClassVar[str] = ""
 
     def infer(self, x: Inner) -> Inner:

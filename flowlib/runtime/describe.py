@@ -36,7 +36,7 @@ def describe(plan: Plan, bandwidth: float | None = None) -> str:
     lines += ["", *stage_lines(plan, bandwidth)]
     rows = spec.max_batch * spec.num_kv_heads
     total = sum(b.nbytes(rows, spec.max_pages) for b in plan.program.buffers.values())
-    lines += ["", f"buffers ({total} bytes for {spec.max_batch} requests of {spec.max_pages} pages)"]
+    lines += ["", f"buffers ({total} bytes for {spec.max_batch} requests of {spec.max_pages} pages, scratch aside)"]
     for b in plan.program.buffers.values():
         size = b.nbytes(rows, spec.max_pages)
         shape = [rows, *b.shape, spec.max_pages] if b.paged else [rows, *b.shape]

@@ -107,7 +107,9 @@ def test_entmax(shape, target):
 )
 def test_gaussian_thresholds(alpha, width, dim, target):
     heads, group, int32 = 8, 4, torch.int32
-    moments = [zeros(BS * heads, group, width) for _ in range(2)]
+    mu, sigma = (zeros(BS * heads, group, width) for _ in range(2))
+    parts = gaussian.parts_of(width)
+    room = zeros(BS * heads, group, parts, 3) if parts else None
     rows = {"num_kv_heads": heads, "page_size": 16, "bos": 0, "eos": 1}
     step = {
         "q": zeros(BS, heads * group, dim, dtype=torch.bfloat16), "k": zeros(SLOTS, heads, dim, dtype=torch.bfloat16),
@@ -116,13 +118,17 @@ def test_gaussian_thresholds(alpha, width, dim, target):
     with compile_only(target) as kernels:
         options = {"alpha": alpha, "safety_margin_z": 0.0, "excess": 0.1}
         tau = zeros(BS * heads, group)
-        gaussian.launch_gaussian_tau(*moments, tau, zeros(BS, dtype=int32), **rows, **options, mixture=False)
+        for moments in (None, room) if parts else (None,):
+            gaussian.launch_gaussian_tau(
+                mu, sigma, tau, zeros(BS, dtype=int32), **rows, **options, mixture=False, moments=moments
+            )
         gaussian.launch_gaussian_tau(
-            *moments, tau, zeros(BS, dtype=int32), **rows, **options, mixture=None, tail=True, **step, estimate=tau
+            mu, sigma, tau, zeros(BS, dtype=int32), **rows, **options, mixture=None, tail=True, **step, estimate=tau
         )
         gaussian.launch_tail_floor(tau, zeros(BS, dtype=int32), **rows, alpha=alpha, **step)
     print("\n" + "\n".join(report(kernels)))
-    assert [k.name for k in kernels] == ["gaussian_tau_kernel"] * 2 + ["tail_floor_kernel"]
+    counted = ["gaussian_moments_kernel", "gaussian_tau_kernel"] if parts else []
+    assert [k.name for k in kernels] == ["gaussian_tau_kernel", *counted, "gaussian_tau_kernel", "tail_floor_kernel"]
     for kernel in kernels:
         assert 0 < kernel.registers <= 255
         assert kernel.spills == 0, kernel

@@ -44,8 +44,8 @@ from tests.suites.row_ops import (  # noqa: F401
 
 KERNELS = [
     entmax.score_kernel, entmax.threshold_kernel, entmax.value_kernel, gaussian.gaussian_tau_kernel,
-    gaussian.tail_floor_kernel, select.select_kernel, select_above.count_kept_kernel,
-    select_above.select_above_kernel,
+    gaussian.gaussian_moments_kernel, gaussian.tail_floor_kernel, select.select_kernel,
+    select_above.count_kept_kernel, select_above.select_above_kernel,
 ]  # fmt: skip
 
 
