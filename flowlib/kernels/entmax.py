@@ -357,7 +357,8 @@ def launch_entmax(
         DV=v_head_dim, DV0=dv0, DV1=dv1, PV_TYPE=pv_type, HEADS=heads, BH=_HEAD_TILE,
         BN=min(_VALUE_TILES, triton.next_power_of_2(tokens // block)), KIND=kind, NORMALISED=mode != "fixed",
         SPLIT=num_splits > 1, BG=min(_HEAD_TILE, triton.next_power_of_2(heads)), PHYSICAL=physical is not None,
-        WHOLE=block % page_size == 0, num_warps=warps, num_stages=_VALUE_STAGES, **common,
+        WHOLE=block % page_size == 0, num_warps=warps, num_stages=_VALUE_STAGES,
+        **common | ({"maxnreg": _MANY_REGISTERS} if warps < _TILE[2][1] else {}),
     )  # fmt: skip
 
 
