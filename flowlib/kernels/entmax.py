@@ -333,6 +333,7 @@ def launch_entmax(
     strides = (0, 0, 0) if bounds is None else bounds.stride()
     if bounds is not None and bounds.shape[1] == 1:
         strides = (strides[0], 0, strides[2])
+    narrow = {"maxnreg": _MANY_REGISTERS} if warps < _TILE[itemsize][1] else {}  # as `many`, on sm_80 alone
     common = {
         "H": num_kv_heads, "G": group_size, "LANES": lanes, "PAGE": page_size, "BT": block, "FINEST": _FINEST,
         "EVERY": every, **launch,
@@ -358,7 +359,7 @@ def launch_entmax(
         BN=min(_VALUE_TILES, triton.next_power_of_2(tokens // block)), KIND=kind, NORMALISED=mode != "fixed",
         SPLIT=num_splits > 1, BG=min(_HEAD_TILE, triton.next_power_of_2(heads)), PHYSICAL=physical is not None,
         WHOLE=block % page_size == 0, num_warps=warps, num_stages=_VALUE_STAGES,
-        **common | ({"maxnreg": _MANY_REGISTERS} if warps < _TILE[2][1] else {}),
+        **common | narrow,
     )  # fmt: skip
 
 

@@ -174,9 +174,13 @@ def test_a_plan_of_long_rows_has_room_for_their_parts():
     made = scene(plan, (4200, 1100))
     rooms = plan.allocate(2, 4200, "cpu").workspace
     assert {name: tuple(x.shape) for name, x in rooms.items() if ":" in name}["gaussianfloor_2:moments"] == (2, 1, 5, 3)
-    wanted, got = (plan.step(made.q, made.pool_by(impl), made.batch, impl=impl) for impl in ("reference", "triton"))
-    torch.testing.assert_close(got.tau, wanted.tau, rtol=1e-5, atol=1e-5)
-    assert torch.equal(got.pages, wanted.pages)
+    got = plan.step(made.q, made.pool_by("triton"), made.batch, impl="triton")
+    low, exact = (
+        plan.step(made.q, made.pool_by("reference"), made.batch, dtype=t) for t in (torch.float32, torch.float64)
+    )
+    allowed = 2 * (low.tau - exact.tau).abs().max() + rounding_step(exact.tau, torch.float32)
+    assert ((got.tau - exact.tau).abs() <= allowed).all()
+    assert torch.equal(got.pages, exact.pages)
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])

@@ -12,6 +12,7 @@ from flowlib import mla
 from flowlib.errors import BackendError, OptionError
 from flowlib.mla import attention, flashinfer_ragged, lse_base
 from flowlib.mla.attention import reference_attention
+from flowlib.testing.tolerance import gamma
 from tests.refusals import refused
 from tests.suites.mla_loop import ALL, cases, mutations, name
 
@@ -192,7 +193,7 @@ def test_flashinfer_writes_results_where_they_belong_if_it_can(kind, lse_kind, f
     mla.varlen_attention(q, k, v, batch, scale=0.1, causal=False, attention="flashinfer", out=out, lse=lse)
     wanted = mla.varlen_attention(q, k, v, batch, scale=0.1, causal=False, attention="reference")
     assert torch.equal(out.to(torch.bfloat16), wanted[0])
-    assert (lse - wanted[1]).abs().max() <= 1e-6
+    assert (lse - wanted[1]).abs().max() <= gamma(4) * wanted[1].abs().max(), "to base 2 and back"
     assert [x is not None for x in flashinfer.given] == [kind == "fitting", lse_kind == "fitting"]
 
 

@@ -1,5 +1,6 @@
 """A short soak: faults among requests that keep the pool full, and what its judge and its checker would see."""
 
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -79,6 +80,15 @@ def red(outcome, mix):
     from soak_report import judge
 
     return {verdict.name for verdict in judge(outcome, mix, "float32") if not verdict.ok}
+
+
+def test_no_request_is_aborted_with_another():
+    """SGLang aborts every request whose name begins with the one it is given."""
+    from soak_requests import Mix
+
+    mix = Mix(200, 8192, 1)
+    names = sorted([mix.request(i).rid for i in range(200)] + [probe.rid for probe in mix.probes])
+    assert not any(later.startswith(name) for name, later in itertools.pairwise(names))
 
 
 def test_an_outcome_without_faults_is_green():
