@@ -151,9 +151,7 @@ def _bounds(one: Head, pages: torch.Tensor) -> torch.Tensor:
     return torch.maximum(one.q * pages.amin(1), one.q * pages.amax(1)).sum(-1)
 
 
-def _gaussian_margin(
-    scene: Scene, cache: PagedKVCache, one: Head, pages: torch.Tensor
-) -> tuple[torch.Tensor, float]:
+def _gaussian_margin(scene: Scene, cache: PagedKVCache, one: Head, pages: torch.Tensor) -> tuple[torch.Tensor, float]:
     """How far each page lies above what selects it ``[P]``, by formula from the statistics as they are kept, and how
     far that may be off."""
     options, a = scene.options, scene.options.alpha - 1.0
@@ -235,5 +233,3 @@ def _worst(stage: str, got: torch.Tensor, truth: torch.Tensor, allowed: torch.Te
     away = torch.where(away.isnan(), math.inf, away)
     i = int((away / allowed).argmax())
     return stage, float(away[i]), float(allowed[i]), note
-
-

@@ -208,9 +208,7 @@ def _write_best(
         for o in tl.range(0, n_pages, BW):
             o_w = o + tl.arange(0, BW)
             b_s = _scores(p_scores, o_w, s_page, first, last, False)
-            m_take, b_slot, m_sure, m_tied = _compacted(
-                b_s, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied
-            )
+            m_take, b_slot, m_sure, m_tied = _compacted(b_s, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied)
             _put(p_pages, p_physical, p_table, b_slot, o_w, m_take & (b_slot < M), PHYSICAL)
             n_sure += tl.sum(m_sure.to(tl.int32))
             n_tied += tl.sum(m_tied.to(tl.int32))

@@ -209,8 +209,7 @@ class Executor:
 
         `loc` are the slots of the rows' own tokens, whose pages' fields are updated.
         """
-        spec = self.plan.spec
-        if batch.width <= self.full_pages or batch.width * spec.page_size <= spec.dense_below:
+        if batch.width <= self.plan.short_pages:
             self._step_short(q, store, batch, out, loc)
             return
         if loc is not None and (self.joined is None or batch.multi_token):
@@ -286,9 +285,7 @@ def _partials(out: StepOutput) -> tuple[torch.Tensor | None, torch.Tensor | None
     return o, out.workspace["partial_lse"][:count].view(rows, heads, out.num_splits)
 
 
-def attend_everything(
-    plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch, attention: Normaliser
-) -> StepOutput:
+def attend_everything(plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch, attention: Normaliser) -> StepOutput:
     """Exact attention over the whole row, o ``[rows, H_q, Dv]`` with lse or tau ``[rows, H_q]``, into fresh tensors."""
     from flowlib.runtime.plan import Plan
 

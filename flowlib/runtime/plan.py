@@ -131,6 +131,11 @@ class Plan:
         must score them, or one whose scores can be -inf or NaN."""
         return self.program.full_pages(self.spec)
 
+    @property
+    def short_pages(self) -> int:
+        """Over a page table of at most so many columns every row is attended in full, and nothing is scored."""
+        return max(self.full_pages, self.spec.dense_below // self.spec.page_size)
+
     def in_full(self, seq_lens: torch.Tensor) -> torch.Tensor:
         """Which rows ``[rows]`` are attended in full without being scored, for being within the budget or so short."""
         size, spec = self.spec.page_size, self.spec
@@ -231,7 +236,7 @@ class Plan:
         done = reference.step(self, q, store, batch, dtype or torch.float32)
         o = done.o if dtype is not None else done.o.to(q.dtype)
         return StepOutput(
-            self, o, done.lse, done.pages, done.lengths, _widened(done.scores, batch), batch.seq_lens,
+            self, o, done.lse, done.pages, done.lengths, reference.widened(done.scores, batch), batch.seq_lens,
             tau=done.tau, mass=done.mass, certified=done.certified,
         )  # fmt: skip
 
@@ -392,9 +397,3 @@ class Plan:
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= store.num_pages):
             bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise BatchError(f"{what}: page_table has page {bad}, expected from 0 to {store.num_pages - 1}")
-
-
-def _widened(scores: torch.Tensor | None, batch: Batch) -> torch.Tensor | None:
-    if scores is None:
-        return None
-    return torch.nn.functional.pad(scores, (0, batch.width - scores.shape[-1]), value=float("nan"))

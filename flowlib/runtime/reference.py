@@ -241,3 +241,10 @@ def _page_tokens(name: str, store: KVStore, pages: torch.Tensor, dtype: torch.dt
     values, scale = (store.v, spec.v_scale) if name == "v" else (store.k, spec.k_scale)
     slots = pages[:, None] * spec.page_size + torch.arange(spec.page_size, device=pages.device)
     return values[slots].transpose(1, 2).to(dtype) * scale
+
+
+def widened(scores: torch.Tensor | None, batch: Batch) -> torch.Tensor | None:
+    """Scores of the pages that the longest row has, NaN for the other columns of the page table."""
+    if scores is None:
+        return None
+    return torch.nn.functional.pad(scores, (0, batch.width - scores.shape[-1]), value=float("nan"))

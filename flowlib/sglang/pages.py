@@ -61,27 +61,32 @@ class KernelSteps:
         req_to_token: SGLang's slots, int32 ``[requests, context]``.
         max_pages: columns of the page table.
         page_size: slots per page.
+        short_pages: columns of the page table of a short batch's graph.
     """
 
-    def __init__(self, req_to_token: torch.Tensor, max_pages: int, page_size: int) -> None:
+    def __init__(self, req_to_token: torch.Tensor, max_pages: int, page_size: int, short_pages: int) -> None:
         self.req_to_token = req_to_token
         self.max_pages = max_pages
         self.page_size = page_size
-        self._graph_steps: dict[int, Step] = {}
+        self.short_pages = short_pages
+        self._graph_steps: dict[tuple[int, bool], Step] = {}
         self._whole: dict[int, Any] = {}
 
     def allocate(self, max_batch: int) -> None:
         """Makes the static buffers of the CUDA graphs, for at most `max_batch` requests."""
         device = self.req_to_token.device
         self._table = torch.zeros((max_batch, self.max_pages), dtype=torch.int32, device=device)
+        self._short_table = torch.zeros((max_batch, self.short_pages), dtype=torch.int32, device=device)
         self._lengths = torch.zeros(max_batch, dtype=torch.int32, device=device)
 
-    def graph_step(self, batch_size: int) -> Step:
-        """The step that the graph of this batch size captures; the same one at every call."""
-        if batch_size not in self._graph_steps:
-            batch = flowlib.Batch(self._table[:batch_size], self._lengths[:batch_size])
-            self._graph_steps[batch_size] = Step(batch, self.max_pages, whole=self._largest)
-        return self._graph_steps[batch_size]
+    def graph_step(self, batch_size: int, short: bool = False) -> Step:
+        """The step that the graph of this batch size captures, or that of its short batches; one object for each."""
+        key = (batch_size, short)
+        if key not in self._graph_steps:
+            table = self._short_table if short else self._table
+            batch = flowlib.Batch(table[:batch_size], self._lengths[:batch_size])
+            self._graph_steps[key] = Step(batch, table.shape[1], whole=self._largest)
+        return self._graph_steps[key]
 
     def _largest(self, plan: Any) -> Any:
         """The plan's buffers for the largest graph; graphs never run at the same time, so all share them."""

@@ -121,6 +121,11 @@ class FlowSetup:
         """
         return -(-self.plan.field_bytes_per_page * len(self.sparse_layers) // self.facts.page_size)
 
+    @property
+    def short_pages(self) -> int:
+        """Pages of requests that are attended in full without being scored; 0 where there are none, or no others."""
+        return self.plan.short_pages if self.plan.short_pages < self.facts.max_pages else 0
+
     def plan_for(self, layer: Any) -> Any:
         """The plan for an attention layer, with its own softmax scale and fp8 scales; a dense layer's has no fields.
 
@@ -158,9 +163,7 @@ class FlowSetup:
             "flow": self.name,
             "options": options_of(self.flow, self.config),
             "impl": self.impl,
-            "budget": {
-                **self.config.budget_numbers(), "dense_below": self.dense_below, "page_size": spec.page_size
-            },
+            "budget": {**self.config.budget_numbers(), "dense_below": self.dense_below, "page_size": spec.page_size},
             "sparse_above_tokens": self.sparse_above,
             "sparse_layers": len(self.sparse_layers),
             "dense_layers": [i for i in here if i in self.config.dense_layers],

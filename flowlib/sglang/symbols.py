@@ -264,7 +264,5 @@ TOUCHED = (
         STABLE,
         reads=("attn_tp_size", "attn_tp_rank"),
     ),
-    Touch(
-        "sglang.srt.model_executor.forward_context.get_token_to_kv_pool", "whether a flow is served", "call", STABLE
-    ),
+    Touch("sglang.srt.model_executor.forward_context.get_token_to_kv_pool", "whether a flow is served", "call", STABLE),
 )

@@ -3,16 +3,24 @@
 A graph replays what was captured: the same buffers with new contents. Here the captured calls are made again instead.
 """
 
+import inspect
+import pkgutil
+from contextlib import nullcontext
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from flowlib.sglang import graphs, ledger
 from flowlib.sglang.backend import FlowBackend
 from tests.sglang.pool_job import DIM, HEADS, PAGE, make, said_by
 
 CONTEXT, MAX_BATCH = 96, 3
+KEYS = {"0.5.16": "_resolve_lora_variant", "0.5.23": "_resolve_attention_variant"}
+"""The part of a graph's key that a version of SGLang chooses for each batch."""
+LENGTHS = {"short": [48, 2, 1], "one long": [2, 49], "nobody": [], "unknown": None}
 
 
 class Model(torch.nn.Module):
@@ -36,10 +44,15 @@ def backend(impl):
     pages = torch.tensor([[5, 2, 7, 1, 0, 0], [6, 3, 4, 0, 0, 0], [0] * 6, [2, 4, 6, 1, 3, 0]])
     table = (pages[:, :, None] * PAGE + torch.arange(PAGE)).reshape(len(pages), CONTEXT).to(torch.int32)
     runner = SimpleNamespace(
-        token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table), model=model,
+        token_to_kv_pool=pool,
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        model=model,
         server_args=SimpleNamespace(
-            get_attention_backends=lambda: ("torch_native", "flowlib"), enable_metrics=True,
-            attention_backend=None, prefill_attention_backend="torch_native", decode_attention_backend="flowlib",
+            get_attention_backends=lambda: ("torch_native", "flowlib"),
+            enable_metrics=True,
+            attention_backend=None,
+            prefill_attention_backend="torch_native",
+            decode_attention_backend="flowlib",
         ),
     )
     return FlowBackend(runner), model
@@ -85,29 +98,93 @@ def refusals(backend, layer, now):
     }
 
 
-def answer():
-    kernels, model = backend("triton")
-    reference, other = backend("reference")
-    table = reference.req_to_token_pool.req_to_token
-    kernels.init_cuda_graph_state(MAX_BATCH, MAX_BATCH)
-    static = batch([2, 2, 2], [1, 1, 1], table)
-    kernels.init_forward_metadata_out_graph(static, in_capture=True)
-    steps = [([0, 1, 2], [60, 48, 1]), ([3, 0, 2], [81, 61, 1]), ([1, 3, 0], [33, 82, 64])]
-    worst, buffers = 0.0, set()
-    for seed, (indices, lengths) in enumerate(steps):
-        now = batch(indices, lengths, table)
+class Replays:
+    """A captured graph of a batch size: the calls of its capture made again, beside the reference.
+
+    Args:
+        short: whether it is the graph of short batches.
+    """
+
+    def __init__(self, kernels, model, short=False):
+        self.kernels, self.model = kernels, model
+        self.reference, self.other = backend("reference")
+        self.table = self.reference.req_to_token_pool.req_to_token
+        self.static = batch([2, 2, 2], [1, 1, 1], self.table)
+        self.worst, self.buffers = 0.0, set()
+        with graphs.capturing_short() if short else nullcontext():
+            kernels.init_forward_metadata_out_graph(self.static, in_capture=True)
+        self.step = kernels.step
+
+    def replay(self, seed, indices, lengths):
+        """One step; returns SGLang's batch of it."""
+        kernels, reference, static = self.kernels, self.reference, self.static
+        now = batch(indices, lengths, self.table)
         for name in ("req_pool_indices", "seq_lens", "out_cache_loc"):
             getattr(static, name).copy_(getattr(now, name))
         kernels.init_forward_metadata_out_graph(static)
+        kernels.step = self.step  # a graph has its own buffers captured
         kernels.init_forward_metadata_in_graph(static)
         reference.init_forward_metadata(now)
-        for layer, twin in zip(layers_of(model), layers_of(other), strict=True):
+        for layer, twin in zip(layers_of(self.model), layers_of(self.other), strict=True):
             q, k, v = inputs(seed, len(indices))
             found = kernels.forward_decode(q, k.clone(), v.clone(), layer, static)
             wanted = reference.forward_decode(q, k.clone(), v.clone(), twin, now)
-            worst = max(worst, float((found - wanted).abs().max()))
-            buffers.add((layer.layer_id, kernels.step.output(kernels.setup.plan_for(layer)).o.data_ptr()))
+            self.worst = max(self.worst, float((found - wanted).abs().max()))
+            self.buffers.add((layer.layer_id, self.step.output(kernels.setup.plan_for(layer)).o.data_ptr()))
+        return now
+
+
+def hooked(target):
+    """SGLang's function and flowlib's hook around it, by the end of its path."""
+    touch = next(touch for touch in ledger.hooks() if touch.target.endswith(target))
+    return pkgutil.resolve_name(touch.target), pkgutil.resolve_name(touch.hook)
+
+
+def captured_keys(**runner):
+    """What one call of ``capture_one_shape`` captures: the last label of the key, and whether it is for short rows."""
+    captured = []
+    _, hook = hooked(".capture_one_shape")
+    hook(lambda _, *args: captured.append([args[-1], graphs.is_capturing_short()]), SimpleNamespace(**runner), 4, None)
+    return captured
+
+
+def chosen_key(lengths):
+    """The label of the graph that a batch is replayed by, as SGLang's own function and the hook around it say."""
+    lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int64)
+    runner = SimpleNamespace(record_nolora_graph=False, attention_graph_variants=None)
+    function, hook = hooked("DecodeCudaGraphRunner." + KEYS[version("sglang")])
+    more = len(inspect.signature(function).parameters) - 2
+    return hook(function, runner, SimpleNamespace(seq_lens_cpu=lengths), *[4] * more)
+
+
+def answer_short(kernels, model):
+    """The graph of short batches, captured beside the other one."""
+    short = Replays(kernels, model, short=True)
+    for layer in layers_of(model):
+        kernels.setup.plan_for(layer)._executor.choose = None  # a graph of short batches neither scores nor selects
+    for seed, (indices, lengths) in enumerate([([0, 1, 2], [48, 33, 1]), ([3, 0, 1], [17, 48, 2])]):
+        short.replay(seed, indices, lengths)
+    limit = graphs.Served.tokens
+    keys = {name: chosen_key(lengths) for name, lengths in LENGTHS.items()}
+    captured = captured_keys()
+    graphs.serve(0)
+    return {
+        "worst": short.worst, "width": short.step.batch.page_table.shape[1], "limit": limit, "captured": captured,
+        "keys": keys, "without": {"captured": captured_keys(), "key": chosen_key([5])},
+    }  # fmt: skip
+
+
+def answer():
+    kernels, model = backend("triton")
+    kernels.init_cuda_graph_state(MAX_BATCH, MAX_BATCH)
+    graph = Replays(kernels, model)
+    steps = [([0, 1, 2], [60, 48, 1]), ([3, 0, 2], [81, 61, 1]), ([1, 3, 0], [33, 82, 64])]
+    for seed, (indices, lengths) in enumerate(steps):
+        now = graph.replay(seed, indices, lengths)
     fill = kernels.get_cuda_graph_seq_len_fill_value()
-    refused = said_by(refusals(reference, layers_of(other)[0], now))
-    counts = [kernels.counters.read(), reference.counters.read()]
-    return {"worst": worst, "buffers": len(buffers), "fill": fill, "counts": counts, "refused": refused}
+    refused = said_by(refusals(graph.reference, layers_of(graph.other)[0], now))
+    counts = [kernels.counters.read(), graph.reference.counters.read()]
+    return {
+        "worst": graph.worst, "buffers": len(graph.buffers), "fill": fill, "counts": counts, "refused": refused,
+        "short": answer_short(kernels, model),
+    }  # fmt: skip

@@ -2,6 +2,8 @@
 
 import pytest
 
+from flowlib.sglang.graphs import SHORT
+
 
 @pytest.fixture
 def answer(objects):
@@ -35,3 +37,26 @@ def test_what_a_layer_asks_for_beyond_attention_is_refused(answer):
         assert said[name] == "layer 0 does not write its K and V through the pool, so a flow can't serve it"
     assert said["prefill"] == "prefill reached the attention backend 'flowlib', which only decodes"
     assert said["nothing given"] is None
+
+
+def test_short_batches_have_a_graph_that_neither_scores_nor_selects(answer):
+    short = answer["short"]
+    assert (short["width"], short["limit"]) == (3, 48), "one chosen page, the first and the last"
+    # fp32 against fp32: sums of at most 48 terms of size about 1, in another order
+    assert short["worst"] <= 48 * 2**-23
+
+
+def test_a_batch_is_replayed_by_the_graph_of_its_longest_request(answer):
+    keys = answer["short"]["keys"]
+    assert keys == {"short": SHORT, "one long": None, "nobody": SHORT, "unknown": None}
+
+
+def test_a_batch_size_is_captured_twice(answer):
+    (label, first), (_, second) = answer["short"]["captured"]
+    assert (label, first, second) == (SHORT, True, False)
+
+
+def test_without_short_rows_nothing_more_is_captured(answer):
+    without = answer["short"]["without"]
+    assert [short for _, short in without["captured"]] == [False]
+    assert without["key"] is None

@@ -1,8 +1,9 @@
-"""The function that the ledger hooks into SGLang 0.5.16 alone; later releases build every pool in one place."""
+"""The functions that the ledger hooks into SGLang 0.5.16 alone: pools of other platforms, and the keys of graphs."""
 
 from collections.abc import Callable
 from typing import Any
 
+from flowlib.sglang import graphs
 from flowlib.sglang.hooks import checked_pool, setup_for
 from flowlib.sglang.leave import leaving_with_reason
 from flowlib.sglang.pool import pool_class
@@ -22,3 +23,23 @@ def build_oot_mha_pool(original: Callable[..., Any], self: Any, *args: Any, **kw
             return checked_pool(original(self, *args, **kwargs), setup)
         finally:
             del current_platform.get_mha_kv_pool_cls
+
+
+def capture_one_shape(
+    original: Callable[..., None], self: Any, size: int, forward: Any, stream_idx: Any = None, variant_label: Any = None
+) -> None:
+    """AROUND ``capture_one_shape``: a batch size gets a graph of short batches, too."""
+    if graphs.asked():
+        with graphs.capturing_short():
+            original(self, size, forward, stream_idx, _short(variant_label))
+    original(self, size, forward, stream_idx, variant_label)
+
+
+def variant_label(original: Callable[..., str | None], self: Any, forward_batch: Any) -> str | None:
+    """AROUND ``_resolve_lora_variant``, the part of a graph's key that SGLang chooses for a batch."""
+    label = original(self, forward_batch)
+    return _short(label) if graphs.is_short(forward_batch) else label
+
+
+def _short(label: str | None) -> str:
+    return graphs.SHORT if label is None else f"{label} {graphs.SHORT}"

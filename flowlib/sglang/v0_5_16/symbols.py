@@ -3,6 +3,8 @@
 from flowlib.sglang.ledger import NATIVE, STABLE, Touch
 from flowlib.sglang.symbols import ARGUMENTS
 
+_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+
 TOUCHED = (
     Touch(
         "sglang.srt.server_args.ServerArgs",
@@ -42,4 +44,20 @@ TOUCHED = (
         NATIVE,
     ),
     Touch("sglang.srt.platforms.current_platform", "the out-of-tree platform", "read", STABLE),
+    Touch(
+        f"{_RUNNER}.capture_one_shape",
+        "a second graph of a batch size, for short batches",
+        "around",
+        STABLE,
+        takes=("size", "forward", "stream_idx", "variant_label"),
+        hook="flowlib.sglang.v0_5_16.hooks.capture_one_shape",
+    ),
+    Touch(
+        f"{_RUNNER}._resolve_lora_variant",
+        "which of the two graphs a batch is replayed by",
+        "around",
+        STABLE,
+        takes=("forward_batch",),
+        hook="flowlib.sglang.v0_5_16.hooks.variant_label",
+    ),
 )

@@ -19,9 +19,7 @@ FLAGS = (
         "--enable-kv-cache-sharding",
         "the pages of a request would lie on several ranks",
     ),
-    Refusal(
-        lambda a: a.enable_unified_cache_external_linker, "--enable-unified-cache-external-linker", MISSES_WRITES
-    ),
+    Refusal(lambda a: a.enable_unified_cache_external_linker, "--enable-unified-cache-external-linker", MISSES_WRITES),
     Refusal(lambda a: a.enable_pd_role_switch, "--enable-pd-role-switch", MISSES_WRITES),
     Refusal(
         lambda a: a.enable_nvidia_megakernel, "--enable-nvidia-megakernel", "it attends and writes K and V by itself"

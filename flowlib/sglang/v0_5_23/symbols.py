@@ -3,6 +3,8 @@
 from flowlib.sglang.ledger import STABLE, Touch
 from flowlib.sglang.symbols import ARGUMENTS
 
+_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+
 TOUCHED = (
     Touch(
         "sglang.srt.server_args.ServerArgs",
@@ -60,4 +62,20 @@ TOUCHED = (
         takes=("cfg",),
     ),
     Touch("sglang.srt.runtime_context.attn_tp_size_of", "the heads of a rank", "call", STABLE, takes=("cfg",)),
+    Touch(
+        f"{_RUNNER}.capture_one_shape",
+        "a second graph of a batch size, for short batches",
+        "around",
+        STABLE,
+        takes=("size", "forward", "stream_idx", "variant_label", "attention_variant"),
+        hook="flowlib.sglang.v0_5_23.hooks.capture_one_shape",
+    ),
+    Touch(
+        f"{_RUNNER}._resolve_attention_variant",
+        "which of the two graphs a batch is replayed by",
+        "around",
+        STABLE,
+        takes=("forward_batch", "capture_batch_size"),
+        hook="flowlib.sglang.v0_5_23.hooks.attention_variant",
+    ),
 )
