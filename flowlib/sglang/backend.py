@@ -186,7 +186,8 @@ class FlowBackend(AttentionBackend):
             return None
         lists = setup.facts.num_kv_heads * setup.plan.lanes
         pool, size = self.token_to_kv_pool, setup.facts.page_size
-        made = Counters(setup.name, pool, lists, setup.sparse_layers, size, pool.device)
+        alike = setup.plan.program.covers  # finite scores, so that a list is as long as the budget and the row allow
+        made = Counters(setup.name, pool, lists, setup.sparse_layers, size, pool.device, alike)
         counters.serve(made)
         return made
 

@@ -41,20 +41,24 @@ class Counters:
         layers: ids of the layers that choose pages.
         page_size: tokens per page.
         device: where the steps run.
+        alike: in every layer the page lists of a request are equally long, so that the last layer's are counted for
+            all; else each layer adds its own, a launch a layer.
 
     Attributes:
         totals: int64 ``[4]`` on the device: pages attended, pages cached, dense steps, sparse steps.
     """
 
     def __init__(
-        self, flow: str, pool: Any, lists: int, layers: tuple[int, ...], page_size: int, device: torch.device | str
-    ) -> None:
+        self, flow: str, pool: Any, lists: int, layers: tuple[int, ...], page_size: int, device: torch.device | str,
+        alike: bool = False,
+    ) -> None:  # fmt: skip
         self.flow = flow
         self.totals = torch.zeros(4, dtype=torch.int64, device=device)
         self._pool = pool
         self._lists = lists
         self._layers = layers
         self._page_size = page_size
+        self._alike = alike
         self._static = self._attended = self._zeros(0)
 
     def allocate(self, max_batch: int) -> None:
@@ -63,7 +67,8 @@ class Counters:
 
     def begin(self, rows: int, in_graph: bool) -> None:
         """A step of `rows` requests begins; recorded in a graph if it is `in_graph`."""
-        self._attended = self._static[:rows].zero_() if in_graph else self._zeros(rows)
+        if not self._alike:
+            self._attended = self._static[:rows].zero_() if in_graph else self._zeros(rows)
 
     def add(self, layer_id: int, lengths: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """One layer has attended.
@@ -73,11 +78,13 @@ class Counters:
             lengths: int32 ``[rows, lists]``, pages attended to.
             seq_lens: int32 ``[rows]``, tokens of the requests; padded rows have one.
         """
-        self._attended.add_(lengths)
+        if not self._alike:
+            self._attended.add_(lengths)
         if layer_id != self._layers[-1]:
             return
         pages = torch.div(seq_lens.to(torch.int64) + self._page_size - 1, self._page_size, rounding_mode="floor")
-        attended, cached = self._attended.sum(1), pages * (self._lists * len(self._layers))
+        attended = lengths.sum(1) * len(self._layers) if self._alike else self._attended.sum(1)
+        cached = pages * (self._lists * len(self._layers))
         dense = attended == cached
         step = torch.stack([attended, cached, dense.to(torch.int64), (~dense).to(torch.int64)])
         self.totals.add_((step * (seq_lens > PADDED_LENGTH)).sum(1))

@@ -56,6 +56,15 @@ def test_pages_and_steps_are_added_up(counted):
     assert counted.read() == values(27 + 7, 28 + 8, 2, 2, 0)
 
 
+def test_lists_that_are_alike_in_all_layers_are_counted_at_the_last(counted):
+    once = Counters("some_flow", Pool(), 2, LAYERS, PAGE, "cpu", alike=True)
+    lengths = [[3, 2], [4, 4], [1, 1]]
+    for made, first in ((counted, lengths), (once, [[9, 9], [9, 9], [9, 9]])):
+        step(made, [49, 50, 1], [first, lengths], in_graph=False)
+    assert once.read() == counted.read()
+    assert once.read()["pages_attended"] == 2 * (3 + 2 + 4 + 4)
+
+
 def test_padded_rows_are_not_counted(counted):
     step(counted, [2, 1, 1], [[[1, 1], [1, 1], [1, 1]]] * 2)
     assert counted.read() == values(4, 4, 1, 0, 0)
