@@ -108,9 +108,15 @@ class Bandwidth:
     copy: float
 
 
+def whole_words(memory: torch.Tensor, limit: int) -> torch.Tensor:
+    """The first bytes of a contiguous vector as int32, at most `limit` of them; what fills no word is left out."""
+    count = min(limit, memory.numel() * memory.element_size()) // 4
+    return memory[: count * 4 // memory.element_size()].view(torch.int32)
+
+
 def measure_bandwidth(memory: torch.Tensor, seconds: float) -> Bandwidth:
-    """Reads and copies up to 2 GiB of `memory` (contiguous, on the GPU), which is left as it was."""
-    values = memory.view(torch.int32)[: _BANDWIDTH_BYTES // 4]
+    """Reads and copies up to 2 GiB of `memory` (a contiguous vector on the GPU), which is left as it was."""
+    values = whole_words(memory, _BANDWIDTH_BYTES)
     programs = -(-values.numel() // _READ_BLOCK)
     sums = torch.empty(programs, dtype=torch.int32, device=memory.device)
     half = values[: values.numel() // 2]

@@ -26,7 +26,7 @@ import bench_report
 import bench_shapes
 from bench_bytes import Moved
 from bench_shapes import FlowChoice, Numbers, Workload
-from bench_timing import Bandwidth, Timed
+from bench_timing import Bandwidth, Timed, whole_words
 
 import flowlib
 
@@ -389,3 +389,8 @@ def test_an_unknown_flow_is_refused(tmp_path):
     done = _in_process("--device", "cpu", "--flow", "gqa_quest", "--shape", "1x64", "--out", str(tmp_path))
     assert done.exit_code == 2
     assert "gqa_quest_sparse_attention" in done.stdout
+
+
+@pytest.mark.parametrize(("count", "words"), [(7, 3), (8, 4), (1, 0), (64, 8)])
+def test_a_pool_of_an_odd_size_is_read_in_whole_words(count, words):
+    assert whole_words(torch.zeros(count, dtype=torch.bfloat16), 32).shape == (words,)
