@@ -32,8 +32,7 @@ from rich.console import Console
 HERE = Path(__file__).resolve().parent
 _PLAIN_WIDTH = 150
 console = Console() if Console().is_terminal else Console(width=_PLAIN_WIDTH)
-FLOWS = ("gqa_quest_sparse_attention", "block_sparse_attention")
-DENSE = {"cuda": ("flashinfer", "fa3"), "cpu": ("torch_native",)}
+DEVICES = ("cuda", "cpu")
 SMALL_BUDGET = 1
 
 
@@ -95,12 +94,13 @@ class Bench:
         repeats: how often an answer is timed.
         seed: of prompts and forced tokens.
         folder: for models, jobs and what engines write.
+        page_size: tokens of a page.
         gate_jobs: engines of the gate at a time.
     """
 
     def __init__(
         self, device: str, workloads: list[Workload], new_tokens: int, repeats: int, seed: int, folder: Path,
-        gate_jobs: int = 1,
+        page_size: int, gate_jobs: int = 1,
     ) -> None:  # fmt: skip
         self.device = device
         self.workloads = workloads
@@ -108,10 +108,11 @@ class Bench:
         self.repeats = repeats
         self.seed = seed
         self.folder = folder
+        self.page_size = page_size
         self.gate_jobs = gate_jobs
         longest = max(w.context for w in workloads)
         self.context = longest + new_tokens + 64
-        self.settings = shapes.engine_settings(device, self.context, max(w.batch for w in workloads))
+        self.settings = shapes.engine_settings(device, self.context, max(w.batch for w in workloads), page_size)
 
     @property
     def dtype(self) -> str:
@@ -133,7 +134,7 @@ class Bench:
         allowed = 0.0
         runs = [(s, False) for s in servers] + [(s, True) for s in servers if s.flow][-1:]
         pool = ThreadPoolExecutor(self.gate_jobs)
-        budgets = [SMALL_BUDGET if sees else 2048 // shapes.PAGE for _, sees in runs]
+        budgets = [SMALL_BUDGET if sees else gate.CONTEXT // self.page_size for _, sees in runs]
         jobs = [
             pool.submit(self._forced, server, model, asked, top_k, self.folder / f"gate{i}")
             for i, ((server, _), top_k) in enumerate(zip(runs, budgets, strict=True))
@@ -164,7 +165,7 @@ class Bench:
         paths = [folder / f"logits{i}" for i in range(len(asked))]
         engine = self.settings | server.engine | {
             "model_path": str(model), "load_format": "auto", "enable_custom_logit_processor": True,
-            "context_length": 2048, "max_total_tokens": 4096,
+            "context_length": gate.CONTEXT, "max_total_tokens": 4096,
         }  # fmt: skip
         if server.flow:
             engine["flow_config"] = {**server.engine["flow_config"], "top_k": top_k, "top_k_ratio": 0.0}
@@ -186,7 +187,7 @@ class Bench:
             "seed": self.seed,
             "new_tokens": self.new_tokens,
             "repeats": self.repeats,
-            "workloads": [w.told(self.new_tokens + 1) for w in self.workloads],
+            "workloads": [w.told(self.new_tokens + 1, self.page_size) for w in self.workloads],
         }
         try:
             events = run_engine(job, self.folder)
@@ -245,7 +246,8 @@ def main(
     dense: Annotated[list[str] | None, typer.Option(help="Dense attention backend of SGLang; may be repeated.")] = None,
     workload: Annotated[list[str] | None, typer.Option(help="BATCHxCONTEXT, such as 16x32k; may be repeated.")] = None,
     flow_config: Annotated[
-        str | None, typer.Option(help="JSON object, as for SGLang's flag; top_k 128 where not given, 4 on a CPU.")
+        str | None,
+        typer.Option(help="JSON object, as for SGLang's flag; without it top_k is 2,048 tokens, 4 pages on a CPU."),
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="GPUs of a server; above 1 the gate also runs them on one.")] = 1,
     gate_jobs: Annotated[int, typer.Option(min=1, help="Engines of the gate at a time.")] = 1,
@@ -256,22 +258,22 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for serving.json and serving.png.")] = Path("out"),
 ) -> None:
     """Measures stock SGLang dense and with flows. Exit status 1 if the gate is red or a flow counted no pages."""
-    if device not in DENSE:
+    if device not in DEVICES:
         raise typer.BadParameter(f"--device is {device!r}, expected cuda or cpu")
     usual = ["tiny"] if device == "cpu" else ["Qwen3-1.7B"] if quick else ["Qwen3-1.7B", "Qwen3-8B"]
     models = model or usual
-    said = flow_config or json.dumps({"top_k": 4 if device == "cpu" else 128})
     new_tokens, repeats = (8, 3) if device == "cpu" else (32, 2) if quick else (128, 3)
     try:
-        given = tuple(flow or FLOWS), tuple(dense or DENSE[device]), json.loads(said)
+        architecture = shapes.common_architecture(models)
+        budget = json.loads(flow_config) if flow_config else {"top_k": architecture.top_k(device)}
+        given = tuple(flow or architecture.flows), tuple(dense or architecture.dense[device]), budget
         servers, alone = shapes.parse_servers(*given, tp), shapes.parse_servers(*given) if tp > 1 else []
         workloads = chosen(device, quick, workload)
-        for name in models:
-            shapes.model_config(name, 1)
     except (BenchError, json.JSONDecodeError) as error:
         raise typer.BadParameter(str(error)) from error
     with tempfile.TemporaryDirectory(prefix="flowlib-serving-") as scratch:
-        bench = Bench(device, workloads, new_tokens, repeats, seed, Path(scratch), gate_jobs)
+        page_size = architecture.page_size[device]
+        bench = Bench(device, workloads, new_tokens, repeats, seed, Path(scratch), page_size, gate_jobs)
         result = run_all(bench, models[0], [] if gate_only else models, servers, alone)
     render(result, console)
     for path in save(result, out):

@@ -7,6 +7,7 @@ is answered. A server may be as far from the truth as twice what the dense serve
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_serving_shapes import SHAPES, model_config, write_model
+from bench_serving_shapes import find_shape, model_config, write_model
 
 PROMPTS = {"cuda": (37, 300, 777), "cpu": (37, 100, 163)}
 NEW_TOKENS = {"cuda": 24, "cpu": 8}
 VOCABULARY = 512
+CONTEXT = 2048
+"""Most tokens of a request of the gate."""
 LAYERS = 3
 EPSILON = {"bfloat16": 2.0**-8, "float32": 2.0**-23}
 
@@ -50,17 +53,20 @@ class Verdict:
 
 
 def write_gate_model(folder: Path, shape: str, device: str) -> Path:
-    """A model with weights: the shape's heads, few layers, a small vocabulary."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """A model with weights: the shape's heads, few layers with dense MLPs, a small vocabulary."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    numbers = SHAPES[shape]
+    numbers = find_shape(shape).numbers
     hidden = min(numbers["hidden_size"], 1024)
+    changes = {"first_k_dense_replace": LAYERS} if "first_k_dense_replace" in numbers else {}
     config = model_config(
-        shape, 2048, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=LAYERS,
-        vocab_size=VOCABULARY, initializer_range=hidden**-0.5, tie_word_embeddings=False,
+        shape, CONTEXT, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=LAYERS,
+        vocab_size=VOCABULARY, initializer_range=hidden**-0.5, tie_word_embeddings=False, **changes,
     )  # fmt: skip
     torch.manual_seed(7)
-    model = Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in config.items() if k != "architectures"}))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**{k: v for k, v in config.items() if k != "architectures"})
+    )
     dtype = "bfloat16" if device == "cuda" else "float32"
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return write_model(folder, config, dtype)
@@ -84,9 +90,10 @@ def truth(folder: Path, asked: list[dict[str, Any]]) -> tuple[list[np.ndarray], 
 
     Computed by transformers over the whole sequence in float64 (norms and rotations in float32, as it has them).
     """
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa").double().eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").double().eval()
+    set_temperature(model)
     rows, largest = [], 0.0
     with torch.no_grad():
         for sequence in asked:
@@ -95,6 +102,20 @@ def truth(folder: Path, asked: list[dict[str, Any]]) -> tuple[list[np.ndarray], 
             largest = max(largest, float(logits.abs().max()))
             rows.append(logits.log_softmax(-1).numpy())
     return rows, largest
+
+
+def set_temperature(model: Any) -> None:
+    """Gives a transformers model with MLA the softmax scale that YaRN asks for.
+
+    DeepSeek's own model and SGLang multiply it by the square of YaRN's ``mscale_all_dim``; transformers' DeepseekV2
+    does not.
+    """
+    rope = model.config.rope_parameters
+    if not rope.get("mscale_all_dim"):
+        return
+    mscale = 0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1.0
+    for layer in model.model.layers:
+        layer.self_attn.scaling = layer.self_attn.qk_head_dim**-0.5 * mscale**2
 
 
 def load(paths: list[Path], steps: int) -> list[np.ndarray]:

@@ -10,6 +10,7 @@ import pytest
 from flowlib_cpu_host import cpu_environment
 from rich.console import Console
 
+from tests.sglang import latent_model
 from tests.sglang.engine import HERE, run
 
 sys.path.insert(0, str(HERE.parent.parent / "experiments"))
@@ -29,6 +30,7 @@ def test_workloads_and_the_tokens_they_need():
     assert [shapes.parse_workload(text).name for text in shapes.WORKLOADS] == list(shapes.WORKLOADS)
     assert shapes.parse_workload("3x200").tokens(7) == 3 * 208
     assert shapes.parse_workload("3x200").tokens(8) == 3 * 224
+    assert shapes.parse_workload("3x200").told(8, 64)["tokens"] == 3 * 256
     for text in ("16", "x32k", "0x1k", "16x32m", "16x0"):
         with pytest.raises(shapes.BenchError, match="expected BATCHxCONTEXT"):
             shapes.parse_workload(text)
@@ -36,7 +38,7 @@ def test_workloads_and_the_tokens_they_need():
 
 def test_shapes_are_the_published_ones():
     for name, billions in (("Qwen3-1.7B", 1.72), ("Qwen3-8B", 8.19)):
-        s = shapes.SHAPES[name]
+        s = shapes.SHAPES[name].numbers
         heads = s["num_attention_heads"] + s["num_key_value_heads"]
         layer = s["hidden_size"] * (2 * heads * s["head_dim"] + 3 * s["intermediate_size"])
         tables = 1 if s["tie_word_embeddings"] else 2
@@ -44,6 +46,29 @@ def test_shapes_are_the_published_ones():
         assert total / 1e9 == pytest.approx(billions, abs=0.01)
     with pytest.raises(shapes.BenchError, match=r"expected one of Qwen3-1\.7B"):
         shapes.model_config("Qwen", 1024)
+
+
+def test_shapes_with_mla_are_the_published_one_and_the_same_without_experts():
+    for name, billions in (("DeepSeek-V2-Lite", 15.7), ("DeepSeek-V2-Lite-dense", 2.6)):
+        s = shapes.SHAPES[name].numbers
+        hidden, heads, layers, rank = (
+            s[n] for n in ("hidden_size", "num_attention_heads", "num_hidden_layers", "kv_lora_rank")
+        )
+        queries = hidden * heads * (s["qk_nope_head_dim"] + s["qk_rope_head_dim"])
+        latents = hidden * (rank + s["qk_rope_head_dim"]) + rank * heads * (s["qk_nope_head_dim"] + s["v_head_dim"])
+        attention = queries + latents + hidden * heads * s["v_head_dim"]
+        experts = (s["n_routed_experts"] + s["n_shared_experts"]) * s["moe_intermediate_size"]
+        dense = s["first_k_dense_replace"]
+        mlps = 3 * hidden * (dense * s["intermediate_size"] + (layers - dense) * experts)
+        assert (layers * attention + mlps + 2 * hidden * s["vocab_size"]) / 1e9 == pytest.approx(billions, abs=0.05)
+        assert shapes.model_config(name, 4096)["architectures"] == ["DeepseekV2ForCausalLM"]
+
+
+def test_a_run_serves_shapes_of_one_architecture():
+    assert shapes.common_architecture(["Qwen3-8B", "tiny"]) is shapes.QWEN3
+    assert (shapes.QWEN3.top_k("cuda"), shapes.DEEPSEEK_V2.top_k("cuda")) == (128, 32)
+    with pytest.raises(shapes.BenchError, match="tiny-mla is of another architecture than tiny"):
+        shapes.common_architecture(["tiny", "tiny-mla"])
 
 
 def test_servers_differ_in_nothing_but_their_attention():
@@ -89,6 +114,19 @@ def test_a_server_that_recorded_too_little_is_an_error(tmp_path):
     assert gate.load([tmp_path / "logits"], 3)[0].shape == (2, gate.VOCABULARY)
     with pytest.raises(RuntimeError, match="recorded 3 steps, expected 4"):
         gate.load([tmp_path / "logits"], 4)
+
+
+def test_the_truth_of_mla_models_is_that_of_a_model_written_apart(tmp_path, monkeypatch):
+    """The one thing that transformers leaves out, YaRN's softmax scale, is in it, and the gate would see it missing."""
+    folder, asked = gate.write_gate_model(tmp_path, "tiny-mla", "cpu"), gate.sequences("cpu", 1)
+    monkeypatch.setattr(latent_model, "LAYERS", gate.LAYERS)
+    apart, (wanted, largest) = latent_model.Model(folder), gate.truth(folder, asked)
+    for sequence, rows in zip(asked, wanted, strict=True):
+        tokens = apart.next_tokens(sequence["prompt"] + sequence["force"][:-1])
+        assert rows.argmax(-1).tolist() == tokens[len(sequence["prompt"]) :]
+    monkeypatch.setattr(gate, "set_temperature", lambda model: None)
+    spoiled, _ = gate.truth(folder, asked)
+    assert gate.distance(spoiled, wanted) > 1e3 * gate.tolerance(1e-4, largest, "float32")
 
 
 def result(ok=True, counted=COUNTED):
@@ -151,3 +189,15 @@ def test_it_runs_to_its_end_on_the_cpu(tmp_path):
         # top_k 4, one first and one last page, of 13 pages, 14 from the ninth token on
         assert done[QUEST, "2x200"]["share"] == pytest.approx(6 / 13, abs=0.03)
         assert ended.code == 0
+
+
+@pytest.mark.timeout(900)
+def test_its_gate_of_an_mla_model_is_green_on_the_cpu(tmp_path):
+    command = [sys.executable, str(EXPERIMENTS / "bench_serving.py"), "--device", "cpu", "--model", "tiny-mla"]
+    command += ["--gate-only", "--flow", "quest_mla", "--out", str(tmp_path)]
+    ended = run(command, timeout=880, env=cpu_environment())
+    assert ended.code == 0, ended.text[-4000:]
+    found = json.loads((tmp_path / "serving.json").read_text())["gate"]
+    assert [v["server"] for v in found] == ["dense triton", "quest_mla", "quest_mla, budget of a page"]
+    assert all(v["ok"] for v in found)
+    assert found[1]["counted"]["pages_attended"] == found[1]["counted"]["pages_cached"]
