@@ -54,6 +54,8 @@ class GeMM(TileOp):
             return e.let(f"tl.permute({text}, (0, 2, 1))", shape, swapped)
         if x.shape[0] == 1 and e.pages(x) == 1 and y.dtype in _NARROW and e.raw(y) and min(rows, depth) >= MIN_DOT:
             return e.let(self._vector_dot(e, x, y, rows, depth), shape, x, y)
+        if shape == (1, 1) and e.pages(y) == 1 and x.unit and e.raw(x) and min(columns, depth) >= MIN_DOT:
+            return e.let(self._vector_dot(e, y, x, columns, depth), shape, x, y)
         left, right = e.filled(y, self.identity, 2), e.filled(x, self.identity, 2)
         if x.shape[0] == 1:
             return e.let(f"tl.sum({left} * {right}, axis=2, keep_dims=True)", shape, x, y)
