@@ -7,6 +7,8 @@ what that takes at the read bandwidth measured in the same run. A correctness ga
 comes first: behind a red one no speed is printed, and the exit status is 1. On a CPU only the gate runs, interpreted.
 
     python experiments/bench_entmax.py gaussian --out out
+    python experiments/bench_entmax.py gaussian --stats-dtype float8_e4m3fn --batch 1
+    python experiments/bench_entmax.py statistics
     python experiments/bench_entmax.py topk --coverage 0.25 --kv-len 32k,64k,128k --batch 1
     TRITON_INTERPRET=1 python experiments/bench_entmax.py topk --device cpu --gate-only --kv-len 300 --batch 1
 """
@@ -17,9 +19,10 @@ import dataclasses
 import gc
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import torch
 import triton
@@ -27,7 +30,20 @@ import typer
 from bench_entmax_gate import gate
 from bench_entmax_measure import Timing, measure
 from bench_entmax_report import Result, render, save
-from bench_entmax_scene import DTYPES, GAUSSIAN, TOPK, Options, Scene, Work, check_options, parse_sizes, told, works
+from bench_entmax_scene import (
+    DTYPES,
+    GAUSSIAN,
+    STATS_DTYPES,
+    TOPK,
+    Options,
+    Scene,
+    Work,
+    check_options,
+    parse_sizes,
+    told,
+    works,
+)
+from bench_entmax_stats import qualities, quality_table
 from bench_gate import Verdict
 from bench_peers import Peers
 from bench_shapes import BenchError
@@ -203,6 +219,10 @@ Warmup = Annotated[int, typer.Option(help="Replays before those that count.", mi
 Iters = Annotated[int, typer.Option(help="Replays that count.", min=1)]
 Fixed = Annotated[int, typer.Option(help="Tokens of the single row that shows the fixed cost; 0 leaves it out.", min=0)]
 Budget = Annotated[float | None, typer.Option(help="Seconds after which what is left is skipped.")]
+Certify = Annotated[bool, typer.Option("--certify", help="Keep the bounds as well: certificates.")]
+StatsDtype = Annotated[
+    str, typer.Option(help=f"Of means and deviations: {', '.join(STATS_DTYPES)}; float8 is that of the bounds, too.")
+]
 GateOnly = Annotated[bool, typer.Option("--gate-only", help="Correctness only.")]
 CompilePeers = Annotated[bool, typer.Option("--compile-peers", help="Let FlashInfer compile a kernel.")]
 Device = Annotated[str, typer.Option(help="cuda, or cpu for the gate alone.")]
@@ -218,11 +238,15 @@ def topk(
     kv_len: KvLen = KV_LENS, batch: Batch = BATCHES, kv_heads: KvHeads = 8, heads: Heads = 8, head_dim: HeadDim = 64,
     page_size: PageSize = 16, dtype: Dtype = "float16", alpha: Alpha = 1.5,
     coverage: Annotated[float, typer.Option(help="Share of the pages that is attended to.")] = 0.25,
+    stats_dtype: StatsDtype = "float32",
     warmup: Warmup = 10, iters: Iters = 50, fixed_len: Fixed = FIXED, time_budget: Budget = None,
     gate_only: GateOnly = False, compile_peers: CompilePeers = False, device: Device = "cuda", out: Out = Path("out"),
 ) -> None:  # fmt: skip
     """The pages with the highest bounds of each query head, and the last one."""
-    options = Options(TOPK, kv_heads, heads, head_dim, page_size, alpha=alpha, coverage=coverage)
+    options = Options(
+        TOPK, kv_heads, heads, head_dim, page_size, alpha=alpha, coverage=coverage,
+        stats_dtype=_dtype("--stats-dtype", stats_dtype, STATS_DTYPES),
+    )  # fmt: skip
     how = How(Timing(warmup, iters), out, device, time_budget, gate_only, compile_peers)
     _start(options, dtype, kv_len, batch, fixed_len, how)
 
@@ -236,8 +260,8 @@ def gaussian(
     safety_margin_z: Annotated[float, typer.Option(help="Deviations by which the threshold is lowered.")] = 0.0,
     max_quantile: Annotated[float, typer.Option(help="Quantile of a page's likely maximum.")] = 0.995,
     excess: Annotated[float, typer.Option(help="Share of the height above typical maxima that is taken off.")] = 0.1,
-    certify: Annotated[bool, typer.Option("--certify", help="Keep the bounds as well: certificates.")] = False,
-    stats_dtype: Annotated[str, typer.Option(help="Of means and deviations: float32, float16, bfloat16.")] = "float32",
+    certify: Certify = False,
+    stats_dtype: StatsDtype = "float32",
     warmup: Warmup = 10, iters: Iters = 50, fixed_len: Fixed = FIXED, time_budget: Budget = None,
     gate_only: GateOnly = False, compile_peers: CompilePeers = False, device: Device = "cuda", out: Out = Path("out"),
 ) -> None:  # fmt: skip
@@ -245,20 +269,49 @@ def gaussian(
     options = Options(
         GAUSSIAN, kv_heads, heads, head_dim, page_size, alpha=alpha, tau_mode=tau_mode.lower(), niter=niter,
         safety_margin_z=safety_margin_z, max_quantile=max_quantile, excess=excess, certify=certify,
-        stats_dtype=_dtype("--stats-dtype", stats_dtype),
+        stats_dtype=_dtype("--stats-dtype", stats_dtype, STATS_DTYPES),
     )  # fmt: skip
     how = How(Timing(warmup, iters), out, device, time_budget, gate_only, compile_peers)
     _start(options, dtype, kv_len, batch, fixed_len, how)
 
 
-def _dtype(option: str, name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise typer.BadParameter(f"{option} {name}: expected one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+@app.command()
+def statistics(
+    kv_len: KvLen = "32k,64k,128k", batch: Batch = "1", kv_heads: KvHeads = 8, heads: Heads = 8, head_dim: HeadDim = 64,
+    page_size: PageSize = 16, dtype: Dtype = "float16", alpha: Alpha = 1.5,
+    offset: Annotated[float, typer.Option(help="Deviation of what all keys of a channel have in common.")] = 0.0,
+    certify: Certify = False, device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:  # fmt: skip
+    """What dtypes of the statistics do to Gaussian selection: weight kept and error, by the reference; no times."""
+    options = Options(GAUSSIAN, kv_heads, heads, head_dim, page_size, alpha=alpha, certify=certify)
+    console = _console()
+    try:
+        options = dataclasses.replace(options, dtype=_dtype("--dtype", dtype))
+        check_options(options)
+        asked = works(parse_sizes("--batch", batch), parse_sizes("--kv-len", kv_len), 0)
+        rows = [row for work in asked for row in qualities(options, work, offset, device)]
+    except (BenchError, FlowlibError) as error:
+        _refuse(console, error)
+    console.print(quality_table(rows))
+
+
+def _dtype(option: str, name: str, known: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:
+    if name not in known:
+        raise typer.BadParameter(f"{option} {name}: expected one of {', '.join(known)}")
+    return known[name]
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
+
+
+def _refuse(console: Console, error: Exception) -> NoReturn:
+    console.print(f"bench_entmax: {error}", style="red")
+    raise typer.Exit(2) from None
 
 
 def _start(options: Options, dtype: str, kv_len: str, batch: str, fixed: int, how: How) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
+    console = _console()
     try:
         options = dataclasses.replace(options, dtype=_dtype("--dtype", dtype))
         check_options(options)
@@ -269,8 +322,7 @@ def _start(options: Options, dtype: str, kv_len: str, batch: str, fixed: int, ho
         asked = works(parse_sizes("--batch", batch), parse_sizes("--kv-len", kv_len), fixed)
         code = Bench(Settings(options, asked, fixed, how), console).run()
     except (BenchError, FlowlibError) as error:
-        console.print(f"bench_entmax: {error}", style="red")
-        raise typer.Exit(2) from None
+        _refuse(console, error)
     raise typer.Exit(code)
 
 

@@ -109,21 +109,30 @@ def _full_pages(scene: Scene, one: Head) -> torch.Tensor:
 
 def _statistics(scene: Scene, cache: PagedKVCache, one: Head) -> Judged:
     """Every statistic of every scored page; the largest error in units of its tolerance."""
-    pages, stats = _full_pages(scene, one), cache.page_stats
-    table = cache.block_table[one.row, : len(pages)].to(torch.int64)
-    kv_head = one.head * scene.options.kv_heads // scene.options.query_heads
+    pages = _full_pages(scene, one)
+    stats, scale = _kept_statistics(scene, cache, one, pages), _scale(scene, cache, one)
     truths = {"k_min": pages.amin(1), "k_max": pages.amax(1), "k_mean": pages.mean(1)}
     truths["k_std"] = (pages - pages.mean(1, keepdim=True)).square().mean(1).sqrt()
-    allowed = gamma(scene.options.page_size + 8) * pages.abs().sum(1)
+    computed = gamma(scene.options.page_size + 8) * pages.abs().sum(1)
     worst = 0.0
     for name, truth in truths.items():
-        kept = getattr(stats, name)
-        if kept is not None:
-            away = (kept[table, kv_head].double() - truth).abs()
-            rounded = allowed + torch.finfo(kept.dtype).eps * truth.abs()
-            ratio = away / (rounded if name in ("k_mean", "k_std") else torch.finfo(torch.float64).tiny)
-            worst = max(worst, float(ratio.max()) if len(pages) else 0.0)
+        kept = stats.get(name)
+        if kept is not None and len(pages):
+            estimate = name in ("k_mean", "k_std")
+            if scale is not None:
+                rounded = _float8_step(truth, scale) * (0.5 if estimate else 1.0)
+            else:
+                rounded = torch.finfo(scene.options.stats_dtype).eps * truth.abs() * estimate
+            allowed = rounded + (computed if estimate else torch.finfo(torch.float64).tiny)
+            worst = max(worst, float(((kept - truth).abs() / allowed).max()))
+            inside = {"k_min": kept > truth, "k_max": kept < truth}.get(name)
+            worst = math.inf if inside is not None and bool(inside.any()) else worst
     return "statistics", worst, 1.0, "in units of the tolerance"
+
+
+def _float8_step(value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Distance of the e4m3 codes around a value, at most: 2^-3 of it, or 2^-9 near 0."""
+    return (value.abs() / 8.0).clamp(min=scale / 512.0)
 
 
 def _selection(scene: Scene, cache: PagedKVCache, one: Head) -> Judged:
@@ -134,7 +143,7 @@ def _selection(scene: Scene, cache: PagedKVCache, one: Head) -> Judged:
     wrong = int(not bool(chosen[-1])) + int((one.pages.diff() <= 0).sum())
     chosen = chosen[:-1]
     if options.method == TOPK:
-        bounds = _bounds(one, pages)
+        bounds = _bounds(scene, cache, one, pages)
         count = min(options.topk_pages(scene.work.tokens) - 1, len(pages))
         slack = 2.0 * gamma(2 * options.head_dim + 16) * (1.0 + one.size)
         least = float(bounds.topk(count).values[-1]) if count else -math.inf
@@ -147,18 +156,31 @@ def _selection(scene: Scene, cache: PagedKVCache, one: Head) -> Judged:
     return "selection", wrong, 0.0, f"{100 * share:.1f} % of the pages before the tail"
 
 
-def _bounds(one: Head, pages: torch.Tensor) -> torch.Tensor:
-    return torch.maximum(one.q * pages.amin(1), one.q * pages.amax(1)).sum(-1)
+def _kept_statistics(scene: Scene, cache: PagedKVCache, one: Head, pages: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the stored statistics stand for, ``[P, D]``, by name; those that are not kept are left out."""
+    table = cache.block_table[one.row, : len(pages)].to(torch.int64)
+    kv_head, scale = one.head * scene.options.kv_heads // scene.options.query_heads, _scale(scene, cache, one) or 1.0
+    stored = cache.stored_stats._asdict().items()
+    return {name: scale * x[table, kv_head].double() for name, x in stored if x is not None}
+
+
+def _scale(scene: Scene, cache: PagedKVCache, one: Head) -> float | None:
+    """Of float8 statistics; ``None`` for others."""
+    kv_head = one.head * scene.options.kv_heads // scene.options.query_heads
+    return None if cache.stats_scales is None else float(cache.stats_scales[kv_head])
+
+
+def _bounds(scene: Scene, cache: PagedKVCache, one: Head, pages: torch.Tensor) -> torch.Tensor:
+    stats = _kept_statistics(scene, cache, one, pages)
+    return torch.maximum(one.q * stats["k_min"], one.q * stats["k_max"]).sum(-1)
 
 
 def _gaussian_margin(scene: Scene, cache: PagedKVCache, one: Head, pages: torch.Tensor) -> tuple[torch.Tensor, float]:
     """How far each page lies above what selects it ``[P]``, by formula from the statistics as they are kept, and how
     far that may be off."""
     options, a = scene.options, scene.options.alpha - 1.0
-    table = cache.block_table[one.row, : len(pages)].to(torch.int64)
-    kv_head = one.head * options.kv_heads // options.query_heads
-    mean, std = (x[table, kv_head].double() for x in cache.page_stats[2:] if x is not None)
-    mu, sigma = mean @ one.q, (std.square() @ one.q.square()).sqrt()
+    stats = _kept_statistics(scene, cache, one, pages)
+    mu, sigma = stats["k_mean"] @ one.q, (stats["k_std"].square() @ one.q.square()).sqrt()
     if not len(pages):
         return mu, 0.0
     spread = (sigma.square().mean() + mu.var(correction=0)).sqrt()
@@ -174,7 +196,7 @@ def _gaussian_margin(scene: Scene, cache: PagedKVCache, one: Head, pages: torch.
     z = NormalDist().inv_cdf(options.max_quantile ** (1.0 / options.page_size))
     above = a * (mu + z * sigma) - floor
     if options.certify:
-        above = torch.minimum(above, a * _bounds(one, pages) - (a * known - 1.0))
+        above = torch.minimum(above, a * _bounds(scene, cache, one, pages) - (a * known - 1.0))
     return above, TAU_SLACK * max(1.0, abs(tau))
 
 

@@ -15,6 +15,7 @@ from flowlib.entmax import DecodeInfo, PagedKVCache, gaussian_decode, topk_decod
 from flowlib.runtime.plan import Plan, StepOutput
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+STATS_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn}
 TOPK, GAUSSIAN = "topk", "gaussian"
 Call = Callable[[PagedKVCache], object]
 """A step over one of the caches that take turns."""
@@ -29,7 +30,7 @@ class Options:
         coverage: share of the pages that top-k attends to.
         tau_mode, niter, safety_margin_z, max_quantile, excess: of :func:`flowlib.entmax.gaussian_decode`.
         certify: whether Gaussian decoding keeps the bounds as well.
-        stats_dtype: of means and deviations.
+        stats_dtype: of means and deviations; float8 is that of the bounds as well.
     """
 
     method: str
@@ -52,6 +53,11 @@ class Options:
     def stats(self) -> tuple[str, ...]:
         """Sets of page statistics that the cache keeps."""
         return (TOPK,) if self.method == TOPK else (GAUSSIAN, TOPK) if self.certify else (GAUSSIAN,)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the statistics are float8, the bounds too."""
+        return self.stats_dtype is torch.float8_e4m3fn
 
     @property
     def standard(self) -> bool:
@@ -103,8 +109,9 @@ class Scene:
     def cache_bytes(self) -> int:
         """Bytes of one cache: K, V and statistics."""
         options, pages = self.options, self.work.batch * -(-self.work.tokens // self.options.page_size)
-        size = options.dtype.itemsize
-        stats = 2 * sum(size if name == TOPK else options.stats_dtype.itemsize for name in options.stats)
+        size, narrow = options.dtype.itemsize, options.stats_dtype.itemsize
+        bounds = narrow if options.scaled else size
+        stats = 2 * sum(bounds if name == TOPK else narrow for name in options.stats)
         return pages * options.kv_heads * options.head_dim * (2 * options.page_size * size + stats)
 
     def add_cache(self) -> PagedKVCache:

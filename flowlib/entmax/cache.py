@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from flowlib.core.errors import BackendError, BatchError, FormatError, OptionError, ShapeError
-from flowlib.entmax import checks
-from flowlib.entmax.pages import PageStats, check_stats, page_stats
+from flowlib.entmax import checks, scaled_stats
+from flowlib.entmax.pages import PageStats, check_stats, page_stats, tail_of
 
 SLACK_PAGES = 64
 """Room of a row beyond its first append where no longest row is foreseen."""
@@ -26,13 +26,21 @@ class PagedKVCache:
         max_seq_len: longest row foreseen; saves the copy when a row outgrows its pages. Rows may become longer.
         stats_dtype: of means and deviations, which are estimates and may be rounded: float32, or 16 bits for half of
             what Gaussian selection reads (float16 for a cache of float16 only, whose means it can hold). ``None`` means
-            what they are computed in, float32 (float64 for a cache of that).
+            what they are computed in, float32 (float64 for a cache of that). float8_e4m3fn is the dtype of minima and
+            maxima as well, rounded down and up, so that they stay bounds; one scale for each kv head.
+        stats_scale: of float8 statistics, a power of two: what is beyond 448 times it is cut, see :attr:`saturated`.
+            ``None`` leaves room for 16 times the largest key that :meth:`initialize` is given, head by head.
 
     Attributes:
         kv: ``[2, num_blocks, page_size, H_kv, D]``, K and V; zero in slots never written.
         block_table: int32 ``[B, max_pages]``, logical to physical page.
         seq_lens: int32 ``[B]``.
-        page_stats: :class:`flowlib.entmax.PageStats` ``[num_blocks, H_kv, D]``; meaningful for full pages.
+        page_stats: :class:`flowlib.entmax.PageStats` ``[num_blocks, H_kv, D]``; meaningful for full pages. Of float8
+            statistics, a copy of their values in float32 (float64 for a cache of that).
+        stored_stats: the same as they are stored: float8 codes are to be multiplied by `stats_scales`.
+        stats_scales: fp32 ``[H_kv]``, powers of two; ``None`` where the statistics are not float8.
+        saturated: bool ``[H_kv]``: a statistic of the head was cut since :meth:`initialize`. Its bounds may be none:
+            no output of its queries is certified by them any more. ``None`` as `stats_scales`.
         scratch: what kernels work in, kept from step to step until the pool is made anew.
 
     Raises:
@@ -45,17 +53,21 @@ class PagedKVCache:
         stats: Sequence[str] = (),
         max_seq_len: int | None = None,
         stats_dtype: torch.dtype | None = None,
+        stats_scale: float | None = None,
     ) -> None:
         self.page_size = checks.power_of_two("PagedKVCache", "page_size", page_size)
         self.stats = check_stats("PagedKVCache", stats)
         if max_seq_len is not None:
             max_seq_len = checks.count("PagedKVCache", "max_seq_len", max_seq_len, 1)
-        if stats_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+        if stats_dtype not in (None, torch.float32, torch.bfloat16, torch.float16, scaled_stats.DTYPE):
             raise OptionError(
-                f"PagedKVCache: stats_dtype is {stats_dtype!r}, expected torch.float32, torch.bfloat16, torch.float16 "
-                "or None"
+                f"PagedKVCache: stats_dtype is {stats_dtype!r}, expected torch.float32, torch.bfloat16, torch.float16, "
+                "torch.float8_e4m3fn or None"
             )
         self.max_seq_len, self.stats_dtype = max_seq_len, stats_dtype
+        self.stats_scale = scaled_stats.check_scale("PagedKVCache", stats_scale, stats_dtype)
+        self._scales: torch.Tensor | None = None
+        self._saturated: torch.Tensor | None = None
         self._lengths: list[int] = []
         self._kv: torch.Tensor | None = None
         self._block_table = self._seq_lens = torch.zeros(0, dtype=torch.int32)
@@ -87,7 +99,24 @@ class PagedKVCache:
     @property
     def page_stats(self) -> PageStats:
         """Statistics of every physical page; a set that is not kept is ``None``."""
+        if self._scales is None:
+            return self._page_stats
+        return scaled_stats.decode(self._page_stats, self._scales, checks.computed_in(self.kv))
+
+    @property
+    def stored_stats(self) -> PageStats:
+        """The statistics as they are stored, float8 ones as codes."""
         return self._page_stats
+
+    @property
+    def stats_scales(self) -> torch.Tensor | None:
+        """fp32 ``[H_kv]``, what float8 codes are multiplied by."""
+        return self._scales
+
+    @property
+    def saturated(self) -> torch.Tensor | None:
+        """bool ``[H_kv]``, heads with a statistic that was cut, on the device."""
+        return self._saturated
 
     @property
     def batch(self) -> int:
@@ -129,13 +158,15 @@ class PagedKVCache:
         self._kv = torch.zeros(2, rows * pages, self.page_size, heads, dim, dtype=k.dtype, device=k.device)
         self._place(lengths, pages, k.device)
         store = self._kv.view(2, rows, pages * self.page_size, heads, dim)
-        parts = []
-        for row, n in enumerate(lengths):  # one by one: what is needed besides the pool is a row's share
+        for row, n in enumerate(lengths):
             for side, values in enumerate((k, v)):
                 store[side, row, :n] = values[row, :, :n].transpose(0, 1)
-            parts.append(self._stats_of(self._kv[0, row * pages : (row + 1) * pages]))
-        columns = zip(*parts, strict=True)
-        self._page_stats = PageStats(*(None if part[0] is None else torch.cat(part) for part in columns))
+        if self.stats_dtype is scaled_stats.DTYPE:
+            self._scales = self._first_scales(self._kv[0])
+            self._saturated = torch.zeros_like(self._scales, dtype=torch.bool)
+        shares = self._kv[0].split(pages)  # one by one: what is needed besides the pool is a row's share
+        columns = zip(*(self._stats_of(share) for share in shares), strict=True)
+        self._page_stats = PageStats(*(None if part[0] is None else _joined(part) for part in columns))
 
     @torch.no_grad()
     def append(self, k_new: torch.Tensor, v_new: torch.Tensor) -> None:
@@ -192,14 +223,38 @@ class PagedKVCache:
         kv[0, block, offset], kv[1, block, offset] = k, v
         for kept, fresh in zip(self._page_stats, self._stats_of(kv[0, touched]), strict=True):
             if kept is not None and fresh is not None:
-                kept[touched] = fresh
+                _bytes(kept)[touched] = _bytes(fresh)
 
     def _stats_of(self, k: torch.Tensor) -> PageStats:
-        """Statistics of some pages in the dtypes they are kept in."""
-        low, high, mean, std = page_stats(k, self.stats)
+        """Statistics of some pages in the dtypes they are kept in; notes what is cut."""
+        stats = page_stats(k, self.stats)
+        if self._scales is not None and self._saturated is not None:
+            codes, cut = scaled_stats.encode(stats, self._scales)
+            self._saturated |= cut
+            return codes
+        low, high, mean, std = stats
         if mean is None or std is None or self.stats_dtype is None:
-            return PageStats(low, high, mean, std)
+            return stats
         return PageStats(low, high, mean.to(self.stats_dtype), std.to(self.stats_dtype))
+
+    def _first_scales(self, k: torch.Tensor) -> torch.Tensor:
+        if self.stats_scale is None:
+            return scaled_stats.scales_for(k)
+        return torch.full((k.shape[2],), self.stats_scale, dtype=torch.float32, device=k.device)
+
+    def vouched(self, certified: torch.Tensor, counts: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+        """Certificates ``[B, H_q]`` less those of heads with a bound that was cut, which needs no bound where all pages
+        are selected.
+
+        Args:
+            certified: bool, by the bounds as they are stored.
+            counts: ``[B, H_q]``, pages selected.
+            seq_lens: ``[B]``.
+        """
+        if self._saturated is None:
+            return certified
+        cut = self._saturated.repeat_interleave(certified.shape[1] // len(self._saturated))
+        return certified & (~cut | (counts > tail_of(seq_lens, self.page_size)[:, None]))
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as copies ``[B, H_kv, longest length, D]``; zero past a row's length.
@@ -277,12 +332,21 @@ def _check_slots(slots: object, count: int, limit: int) -> None:
             raise BatchError(f"write: slots has {low if low < -1 else high}, expected from -1 to {limit - 1}")
 
 
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([_bytes(part) for part in parts]).view(parts[0].dtype)
+
+
+def _bytes(stat: torch.Tensor) -> torch.Tensor:
+    """float8 as bytes, which every device can copy anywhere; other dtypes as they are."""
+    return stat.view(torch.uint8) if stat.dtype is scaled_stats.DTYPE else stat
+
+
 def _widened(value: torch.Tensor, axis: int, size: int) -> torch.Tensor:
     """A copy with `axis` grown to `size`, zero where new."""
     shape = list(value.shape)
     shape[axis] = size
     wide = value.new_zeros(shape)
-    wide.narrow(axis, 0, value.shape[axis]).copy_(value)
+    _bytes(wide).narrow(axis, 0, value.shape[axis]).copy_(_bytes(value))
     return wide
 
 

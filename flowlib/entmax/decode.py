@@ -324,8 +324,8 @@ def _tail_maximum(step: Step) -> torch.Tensor:
 def _certified(step: Step, bounds: torch.Tensor, selection: Selection, attended: Attended) -> torch.Tensor:
     """A threshold with less mass than 1 lies above that of the selection, and certifies nothing."""
     enough = attended.mass >= 1.0 - 64.0 * torch.finfo(attended.mass.dtype).eps
-    size = step.cache.page_size
-    return enough & certified_exact(bounds, selection, attended.tau, step.alpha, step.seq_lens, size)
+    exact = certified_exact(bounds, selection, attended.tau, step.alpha, step.seq_lens, step.cache.page_size)
+    return step.cache.vouched(enough & exact, selection.counts, step.seq_lens)
 
 
 def _finish(

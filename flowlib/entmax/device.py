@@ -63,7 +63,7 @@ def gaussian(step: Step, given: GaussianOptions, least: int, out: torch.Tensor) 
         "alpha": step.same_alpha, "tau_mode": given.tau_mode, "niter": given.niter,
         "safety_margin_z": given.safety_margin_z, "max_quantile": given.max_quantile, "excess": given.excess,
         "min_context": least, "certify": "topk" in step.cache.stats,
-        "stats_dtype": step.cache.page_stats.k_mean.dtype,  # type: ignore[union-attr]
+        "stats_dtype": _stats_dtype(step.cache),
     }  # fmt: skip
     return _run(step, EntmaxGaussianAttention, options, out)
 
@@ -76,7 +76,8 @@ def _run(
     plan = _plan(flow, tuple(options.items()), _spec(step), attention)
     key = (plan, cache.batch, by_head)
     if key not in cache.scratch:
-        store = KVStore(plan, cache.kv[0].flatten(0, 1), cache.kv[1].flatten(0, 1), _fields(plan, cache))
+        k, v = cache.kv.flatten(1, 2)
+        store = KVStore(plan, k, v, _fields(plan, cache), cache.stats_scales)
         cache.scratch[key] = store, plan.allocate(cache.batch, cache.max_pages, step.q.device)
     store, scratch = cache.scratch[key]
     work = dict(scratch.workspace)
@@ -104,6 +105,7 @@ def _spec(step: Step) -> Spec:
         page_size=step.cache.page_size, head_dim=kv.shape[4], group_size=heads // kv.shape[3], num_kv_heads=kv.shape[3],
         kv_dtype=kv.dtype, top_k=0, bos=0, eos=1, max_pages=step.cache.max_pages, max_batch=step.cache.batch,
         alibi_slopes=(1.0,) * heads if step.given_slopes is not None else None,
+        summary_dtype=None if step.cache.stats_scales is None else step.cache.stats_dtype,
     )  # fmt: skip
 
 
@@ -113,8 +115,13 @@ def _plan(flow: type, options: tuple[tuple[str, Hashable], ...], spec: Spec, att
     return plan if attention is None else Plan(plan.program, plan.spec, attention)
 
 
+def _stats_dtype(cache: PagedKVCache) -> torch.dtype | None:
+    """The dtype the flow declares for means and deviations: none for float8, which is that of the spec's summaries."""
+    return None if cache.stats_scales is not None else cache.stored_stats.k_mean.dtype  # type: ignore[union-attr]
+
+
 def _fields(plan: Plan, cache: PagedKVCache) -> dict[str, torch.Tensor]:
-    stats = cache.page_stats._asdict()
+    stats = cache.stored_stats._asdict()
     return {name: stats[name][:, :, None] for name in plan.fields}
 
 
@@ -135,4 +142,5 @@ def _chosen(done: StepOutput, cache: PagedKVCache) -> tuple[Selection, torch.Ten
         certified = unestimated(done.plan, cache.seq_lens)[:, None].expand(done.lengths.shape)
     if not isinstance(done.plan.attention, Entmax):
         certified = done.lengths == tail + 1
+    certified = cache.vouched(certified, done.lengths, cache.seq_lens)
     return Selection(done.pages, done.lengths, tokens.to(torch.int32)), certified

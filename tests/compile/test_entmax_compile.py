@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import flowlib
+from flowlib.compiler.emit import leaf_names
+from flowlib.compiler.program import TileStage
 from flowlib.kernels import entmax, gaussian, select, select_above
 from flowlib.runtime import interpreter
 from flowlib.testing.compile_only import SHARED_MEMORY_LIMIT, compile_only, report
@@ -132,6 +135,37 @@ def test_gaussian_thresholds(alpha, width, dim, target):
     for kernel in kernels:
         assert 0 < kernel.registers <= 255
         assert kernel.spills == 0, kernel
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["entmax_gaussian_attention", "entmax_topk_attention"])
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (3, 96)])
+def test_float8_statistics(group, dim, name, target):
+    """Kernels that read them multiply on tensor cores and copy ahead; a group of one leaves room for eight programs."""
+    flow = flowlib.build(name, certify=True, tau_mode="corrected") if "gaussian" in name else flowlib.build(name)
+    spec = flowlib.Spec(
+        page_size=16, head_dim=dim, group_size=group, num_kv_heads=8, kv_dtype=torch.float16, bos=0, top_k=64,
+        max_pages=WIDTH, summary_dtype=FP8,
+    )  # fmt: skip
+    plan = flowlib.profile(flow, spec)
+    pool = flowlib.PagedPool(plan, num_pages=4)
+    batch = flowlib.Batch(zeros(BS, WIDTH, dtype=torch.int32), zeros(BS, dtype=torch.int32))
+    with compile_only(target) as kernels:
+        q = zeros(BS, spec.num_heads, dim, dtype=torch.float16)
+        plan._executor.choose(q, pool, batch, plan.allocate(BS, WIDTH, "cpu"))
+    print("\n" + "\n".join(report(kernels)))
+    made = {kernel.name: kernel for kernel in kernels}
+    readers = [made[stage.name] for stage in plan.program.stages if _reads(stage, plan.fields)]
+    assert len(readers) == len(plan.fields) // 2
+    for kernel in readers:
+        assert kernel.spills == 0, kernel
+        assert kernel.matrix_ops, "no product of fp32 elements"
+        assert "cp.async" in kernel.ptx
+        assert kernel.registers <= (64 if group == 1 else 80), kernel
+
+
+def _reads(stage, fields):
+    return isinstance(stage, TileStage) and not stage.on_write and not set(leaf_names(stage)).isdisjoint(fields)
 
 
 @pytest.mark.parametrize("target", TARGETS)
