@@ -189,8 +189,10 @@ class PagedKVCache:
         row = torch.arange(self.batch, device=kv.device)
         position = self._seq_lens.to(torch.int64)
         block = self._block_table[row, torch.div(position, self.page_size, rounding_mode="floor")].to(torch.int64)
-        self._store(k_new[:, :, 0], v_new[:, :, 0], block, position % self.page_size, block)
         self._lengths = [n + 1 for n in self._lengths]
+        finishes = any(n % self.page_size == 0 for n in self._lengths)  # else no page has statistics that are read
+        touched = block if finishes else None
+        self._store(k_new[:, :, 0], v_new[:, :, 0], block, position % self.page_size, touched)
         self._seq_lens += 1
 
     @torch.no_grad()
@@ -216,11 +218,13 @@ class PagedKVCache:
         self._store(k[real], v[real], block, offset, torch.unique_consecutive(block))
 
     def _store(
-        self, k: torch.Tensor, v: torch.Tensor, block: torch.Tensor, offset: torch.Tensor, touched: torch.Tensor
+        self, k: torch.Tensor, v: torch.Tensor, block: torch.Tensor, offset: torch.Tensor, touched: torch.Tensor | None
     ) -> None:
-        """Stores tokens ``[T, H_kv, D]`` and recomputes the statistics of the pages `touched`; never waits."""
+        """Stores tokens ``[T, H_kv, D]`` and recomputes the statistics of the pages `touched`, if any; never waits."""
         kv = self.kv
         kv[0, block, offset], kv[1, block, offset] = k, v
+        if touched is None:
+            return
         for kept, fresh in zip(self._page_stats, self._stats_of(kv[0, touched]), strict=True):
             if kept is not None and fresh is not None:
                 _bytes(kept)[touched] = _bytes(fresh)
