@@ -2,7 +2,9 @@
 
 Over HTTP: shared prefixes, streams whose client goes away, requests aborted while they decode, malformed ones, some
 longer than the pool. Afterwards the idle scheduler recomputes every summary it holds and says where each token of the
-pool is (`soak_check.py`), probes must have the answers they had alone, and a scheduler that is killed must take the
+pool is (`soak_check.py`), probes must have the answers they had alone, log probabilities
+are compared with the model in float64 (near with a budget that covers every request, visibly off with another), and a
+scheduler that is killed must take the
 server with it. ``python experiments/soak.py`` (2,000 requests; 150 on a CPU).
 """
 
@@ -16,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+import soak_truth
 import torch
 import typer
 from rich.console import Console
@@ -29,6 +32,7 @@ console = Console() if Console().is_terminal else Console(width=150)
 async def soak(server: Server, mix: Mix, concurrency: int) -> Outcome:
     """Probes alone, then everything at once, then the checks of an idle server."""
     outcome = Outcome()
+    longest_dense = await asyncio.to_thread(soak_truth.sparse_above, server.url)
     async with Asker(server.url, mix.vocabulary) as asker:
         outcome.alone = [await asker.probe(probe) for probe in mix.probes]
         watching = asyncio.create_task(asker.watch_usage(outcome))
@@ -45,6 +49,10 @@ async def soak(server: Server, mix: Mix, concurrency: int) -> Outcome:
         outcome.busy = await server.look()
         await asker.flush()
         outcome.idle = await server.look()
+    settings, whole = server.settings, outcome.of("plain", "stream", "probe")
+    outcome.compared = await asyncio.to_thread(
+        soak_truth.compare, server.model, whole, longest_dense, settings.dtype, settings.device
+    )
     outcome.killed = await asyncio.to_thread(server.kill_scheduler)
     return outcome
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from soak_requests import Answer, Mix
 from soak_server import EXIT_SECONDS
+from soak_truth import Compared
 
 FULL = 0.9
 """Share of the pool that must have been in use at some time."""
@@ -38,6 +39,7 @@ class Outcome:
     busy: dict[str, Any] = field(default_factory=dict)
     idle: dict[str, Any] = field(default_factory=dict)
     killed: dict[str, Any] = field(default_factory=dict)
+    compared: Compared | None = None
 
     def add(self, answer: Answer) -> None:
         """Keeps an answer."""
@@ -70,7 +72,16 @@ def parts_early(answer: Answer, alone: Answer, allowed: float) -> bool:
 
 def judge(outcome: Outcome, mix: Mix, dtype: str) -> list[Verdict]:
     """Every check of the run."""
-    return [*_answers(outcome, mix, dtype), *_memory(outcome), *_end(outcome)]
+    return [*_answers(outcome, mix, dtype), _truth(outcome.compared), *_memory(outcome), *_end(outcome)]
+
+
+def _truth(found: Compared | None) -> Verdict:
+    name = "log probabilities off float64"
+    if found is None:
+        return Verdict(name, "nothing compared", "some answers", False)
+    wanted = f"at most {found.allowed:.1e}" if found.covered else f"above {found.allowed:.1e}: pages are left out"
+    told = f"{found.error:.1e} ({found.steps} tokens of {found.answers} answers)"
+    return Verdict(name, told, wanted, found.ok)
 
 
 def _answers(outcome: Outcome, mix: Mix, dtype: str) -> list[Verdict]:

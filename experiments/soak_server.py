@@ -63,10 +63,11 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
+        self.model = folder / "model"
         self.url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Server:
-        model = gate.write_gate_model(self.folder / "model", self.settings.model, self.settings.device)
+        model = gate.write_gate_model(self.model, self.settings.model, self.settings.device)
         self._log = (self.folder / "log").open("w", encoding="utf-8")
         self._process = subprocess.Popen(
             self._command(model), stdout=self._log, stderr=subprocess.STDOUT, env=self._environment(),

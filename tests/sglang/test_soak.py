@@ -28,7 +28,7 @@ def test_a_short_soak_is_green(tmp_path):
     ended = run([*command, "--requests", "30", "--concurrency", "12", "--pool-tokens", "2048"], timeout=300)
     verdicts = json.loads((tmp_path / "soak.json").read_text())["verdicts"]
     assert [v for v in verdicts if not v["ok"] and v["name"] not in CHANCE] == [], ended.text[-4000:]
-    assert len(verdicts) == 16
+    assert len(verdicts) == 17
     assert (ended.code == 0) == all(v["ok"] for v in verdicts)
 
 
@@ -36,6 +36,7 @@ def outcome_and_mix():
     """An outcome in which everything is right."""
     from soak_report import Outcome
     from soak_requests import Answer, Mix
+    from soak_truth import Compared
 
     mix = Mix(200, 2048, 1)
     alone = [Answer(p, 200, [5] * p.new_tokens, [-1.0] * p.new_tokens, [0.5] * p.new_tokens) for p in mix.probes]
@@ -47,7 +48,8 @@ def outcome_and_mix():
     found = {"pages": 9, "layers": 3, "wrong": 0, "total": 2048, "available": 2000, "cached": 48, "locked": 0}
     found |= {"requests": 0}
     killed = {"code": -9, "seconds": 1.0, "left": []}
-    return Outcome(alone, answers, [0.2, 0.95], 3, found, found | {"available": 2048, "cached": 0}, killed), mix
+    return Outcome(alone, answers, [0.2, 0.95], 3, found, found | {"available": 2048, "cached": 0}, killed,
+                   Compared(0.01, 0.1, 48, 900, True)), mix  # fmt: skip
 
 
 def spoil(outcome, kind, **changes):
@@ -65,6 +67,7 @@ SPOILED = {
     "answers that used the radix cache": lambda o: o.answers.__setitem__(
         slice(None), [replace(a, cached=0) for a in o.answers]
     ),
+    "log probabilities off float64": lambda o: setattr(o, "compared", replace(o.compared, error=float("nan"))),
     "largest share of the pool in use": lambda o: o.usage.pop(),
     "requests retracted": lambda o: setattr(o, "retracted", 0),
     "summaries that differ": lambda o: o.busy.update(wrong=1),
@@ -106,6 +109,13 @@ def test_a_whole_answer_to_every_cancelled_request_is_seen():
     outcome, mix = outcome_and_mix()
     outcome.answers = [replace(a, tokens=[5] * a.request.new_tokens) for a in outcome.answers]
     assert "aborted or left, yet answered whole" in red(outcome, mix)
+
+
+@pytest.mark.parametrize(("error", "covered", "ok"), [(0.2, True, False), (0.2, False, True), (0.05, False, False)])
+def test_what_is_off_the_truth_depends_on_the_budget(error, covered, ok):
+    outcome, mix = outcome_and_mix()
+    outcome.compared = replace(outcome.compared, error=error, covered=covered)
+    assert ("log probabilities off float64" not in red(outcome, mix)) == ok
 
 
 def test_a_probe_may_part_where_two_tokens_are_equally_good():
