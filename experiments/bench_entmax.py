@@ -219,6 +219,7 @@ Warmup = Annotated[int, typer.Option(help="Replays before those that count.", mi
 Iters = Annotated[int, typer.Option(help="Replays that count.", min=1)]
 Fixed = Annotated[int, typer.Option(help="Tokens of the single row that shows the fixed cost; 0 leaves it out.", min=0)]
 Budget = Annotated[float | None, typer.Option(help="Seconds after which what is left is skipped.")]
+Coverage = Annotated[float, typer.Option(help="Share of the pages that topk attends to.")]
 Certify = Annotated[bool, typer.Option("--certify", help="Keep the bounds as well: certificates.")]
 StatsDtype = Annotated[
     str, typer.Option(help=f"Of means and deviations: {', '.join(STATS_DTYPES)}; float8 is that of the bounds, too.")
@@ -237,7 +238,7 @@ app = typer.Typer(add_completion=False, help=_HELP, pretty_exceptions_enable=Fal
 def topk(
     kv_len: KvLen = KV_LENS, batch: Batch = BATCHES, kv_heads: KvHeads = 8, heads: Heads = 8, head_dim: HeadDim = 64,
     page_size: PageSize = 16, dtype: Dtype = "float16", alpha: Alpha = 1.5,
-    coverage: Annotated[float, typer.Option(help="Share of the pages that is attended to.")] = 0.25,
+    coverage: Coverage = 0.25,
     stats_dtype: StatsDtype = "float32",
     warmup: Warmup = 10, iters: Iters = 50, fixed_len: Fixed = FIXED, time_budget: Budget = None,
     gate_only: GateOnly = False, compile_peers: CompilePeers = False, device: Device = "cuda", out: Out = Path("out"),
@@ -279,11 +280,16 @@ def gaussian(
 def statistics(
     kv_len: KvLen = "32k,64k,128k", batch: Batch = "1", kv_heads: KvHeads = 8, heads: Heads = 8, head_dim: HeadDim = 64,
     page_size: PageSize = 16, dtype: Dtype = "float16", alpha: Alpha = 1.5,
+    select: Annotated[str, typer.Option(help="gaussian or topk.")] = GAUSSIAN, coverage: Coverage = 0.25,
     offset: Annotated[float, typer.Option(help="Deviation of what all keys of a channel have in common.")] = 0.0,
     certify: Certify = False, device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:  # fmt: skip
-    """What dtypes of the statistics do to Gaussian selection: weight kept and error, by the reference; no times."""
-    options = Options(GAUSSIAN, kv_heads, heads, head_dim, page_size, alpha=alpha, certify=certify)
+    """What dtypes of the statistics do to a selection: weight kept and error, by the reference; no times."""
+    if select not in (GAUSSIAN, TOPK):
+        raise typer.BadParameter(f"--select {select}: expected {GAUSSIAN} or {TOPK}")
+    options = Options(
+        select, kv_heads, heads, head_dim, page_size, alpha=alpha, coverage=coverage, certify=certify
+    )  # fmt: skip
     console = _console()
     try:
         options = dataclasses.replace(options, dtype=_dtype("--dtype", dtype))
@@ -292,7 +298,7 @@ def statistics(
         rows = [row for work in asked for row in qualities(options, work, offset, device)]
     except (BenchError, FlowlibError) as error:
         _refuse(console, error)
-    console.print(quality_table(rows))
+    console.print(quality_table(select, rows))
 
 
 def _dtype(option: str, name: str, known: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:

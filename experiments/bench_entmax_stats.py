@@ -1,4 +1,4 @@
-"""What the dtype of the page statistics does to Gaussian selection: weight kept, error of the output, pages read."""
+"""What the dtype of the page statistics does to selections: weight kept, error of the output, pages read."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from bench_entmax_scene import STATS_DTYPES, Options, Work
+from bench_entmax_scene import STATS_DTYPES, TOPK, Options, Work
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flowlib.entmax import DecodeInfo, PagedKVCache, gaussian_decode
+from flowlib.entmax import DecodeInfo, PagedKVCache, gaussian_decode, topk_decode
 from flowlib.testing.oracles.bisection import entmax_row
 
 
@@ -53,12 +53,14 @@ def qualities(options: Options, work: Work, offset: float, device: str, seed: in
     k = (normal(*shape) + offset * normal(1, options.kv_heads, 1, options.head_dim)).to(options.dtype)
     v, q = (normal(*size).to(options.dtype) for size in (shape, (*shape[:1], options.query_heads, 1, shape[3])))
     truth = [_full(options, k, v, q, row, head) for row in range(work.batch) for head in range(options.query_heads)]
-    skipped = torch.float16 if options.dtype is not torch.float16 else None  # it can't hold means of other dtypes
-    return [
-        _quality(options, work, offset, name, dtype, (k, v, q), truth)
-        for name, dtype in STATS_DTYPES.items()
-        if dtype is not skipped
-    ]
+    return [_quality(options, work, offset, dtype, (k, v, q), truth) for dtype in _dtypes(options)]
+
+
+def _dtypes(options: Options) -> list[torch.dtype]:
+    """Bounds are kept in the cache's dtype or float8; float16 can't hold the means of other dtypes."""
+    if options.method == TOPK:
+        return [options.dtype, torch.float8_e4m3fn]
+    return [t for t in STATS_DTYPES.values() if t is not torch.float16 or options.dtype is torch.float16]
 
 
 Truth = tuple[torch.Tensor, torch.Tensor]
@@ -73,27 +75,29 @@ def _full(options: Options, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, r
 
 
 def _quality(
-    options: Options, work: Work, offset: float, name: str, dtype: torch.dtype, given: Sequence[torch.Tensor],
+    options: Options, work: Work, offset: float, dtype: torch.dtype, given: Sequence[torch.Tensor],
     truth: Sequence[Truth],
 ) -> Quality:  # fmt: skip
     o, (k, v, q) = options, given
     cache = PagedKVCache(o.page_size, o.stats, work.tokens, dtype)
     cache.initialize(k, v)
     out, info = torch.empty_like(q), list[DecodeInfo]()
-    gaussian_decode(
-        q, cache, None, None, out, o.alpha, o.safety_margin_z, o.max_quantile, o.excess, niter=o.niter,
-        tau_mode=o.tau_mode, info=info,
-    )  # fmt: skip
+    if o.method == TOPK:
+        count = o.topk_pages(work.tokens)
+        topk_decode(q, cache, None, None, out, count, alpha=o.alpha, append_cache=False, info=info)
+    else:
+        gaussian_decode(q, cache, None, None, out, o.alpha, niter=o.niter, tau_mode=o.tau_mode, info=info)
     selection = info[0].selection
     lists = zip(selection.pages.flatten(0, 1), selection.counts.flatten().tolist(), strict=True)
-    kept = [float(p[_tokens(pages[:n], o.page_size, work.tokens)].sum())
-            for (p, _), (pages, n) in zip(truth, lists, strict=True)]  # fmt: skip
+    kept = [float(p[_tokens(chosen[:n], o.page_size, work.tokens)].sum())
+            for (p, _), (chosen, n) in zip(truth, lists, strict=True)]  # fmt: skip
     errors = [float((got.double() - full).norm() / full.norm())
               for (_, full), got in zip(truth, out.flatten(0, 2), strict=True)]  # fmt: skip
     cut = 0 if cache.saturated is None else int(cache.saturated.sum())
+    pages, total = float(selection.counts.float().mean()), -(-work.tokens // o.page_size)
     return Quality(
-        work, name, offset, _mean(kept), min(kept), _mean(errors), max(errors), float(selection.counts.float().mean()),
-        -(-work.tokens // o.page_size), float(info[0].certified.float().mean()), cut,
+        work, str(dtype).removeprefix("torch."), offset, _mean(kept), min(kept), _mean(errors), max(errors), pages,
+        total, float(info[0].certified.float().mean()), cut,
     )  # fmt: skip
 
 
@@ -106,9 +110,9 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def quality_table(rows: Sequence[Quality]) -> Table:
+def quality_table(method: str, rows: Sequence[Quality]) -> Table:
     """One line a work and dtype."""
-    table = Table(title="Gaussian selection by dtype of the statistics", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title=f"Selection by {method} statistics of several dtypes", title_justify="left", box=SIMPLE_HEAD)
     for name in ("batch x context", "offset", "statistics", "weight kept", "least", "error of o", "most",
                  "pages", "of", "certified", "heads cut"):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)

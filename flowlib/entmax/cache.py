@@ -27,7 +27,8 @@ class PagedKVCache:
         stats_dtype: of means and deviations, which are estimates and may be rounded: float32, or 16 bits for half of
             what Gaussian selection reads (float16 for a cache of float16 only, whose means it can hold). ``None`` means
             what they are computed in, float32 (float64 for a cache of that). float8_e4m3fn is the dtype of minima and
-            maxima as well, rounded down and up, so that they stay bounds; one scale for each kv head.
+            maxima as well, rounded down and up, so that they stay bounds, with one scale for each kv head. Means
+            then have 4 bits: where keys of a channel have more in common than they differ by, selection suffers.
         stats_scale: of float8 statistics, a power of two: what is beyond 448 times it is cut, see :attr:`saturated`.
             ``None`` leaves room for 16 times the largest key that :meth:`initialize` is given, head by head.
 

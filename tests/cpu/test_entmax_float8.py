@@ -246,5 +246,7 @@ def test_a_table_of_dtypes_on_the_command_line():
     lines = [line.split() for line in done.output.splitlines() if line.strip().startswith("2 x 300")]
     assert [line[4] for line in lines] == ["float16", "bfloat16", "float32", "float8_e4m3fn"]
     assert all(0.9 < float(line[5]) <= 1.0 and float(line[7]) < 0.5 and line[10] == "19" for line in lines)
-    refused_too = CliRunner().invoke(bench_entmax.app, ["statistics", "--heads", "3"], env={"COLUMNS": "200"})
-    assert refused_too.exit_code == 2
+    bounds = CliRunner().invoke(bench_entmax.app, [*arguments, "--select", "topk"], env={"COLUMNS": "200"})
+    assert bounds.output.count("2 x 300") == 2
+    for wrong in (["--heads", "3"], ["--select", "best"]):
+        assert CliRunner().invoke(bench_entmax.app, ["statistics", *wrong], env={"COLUMNS": "200"}).exit_code == 2
