@@ -88,9 +88,7 @@ def score(
             tl.store(w_scores + o_scores, b_gemv_2.to(w_scores.dtype.element_ty), mask=m_scores)
 
 
-@triton.jit(
-    do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_scores_r", "s_scores_lane", "n_rows"]
-)
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_scores_r", "s_scores_lane", "n_rows"])
 def score_and_update(
     p_page_table,
     p_seq_lens,

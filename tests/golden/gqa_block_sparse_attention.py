@@ -38,9 +38,7 @@ def update(
         tl.store(f_centroid + o_centroid, b_cmean.to(f_centroid.dtype.element_ty), mask=m_centroid)
 
 
-@triton.jit(
-    do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_softmax_in_r", "s_softmax_in_lane"]
-)
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_softmax_in_r", "s_softmax_in_lane"])
 def before_softmax(
     p_page_table,
     p_seq_lens,
@@ -88,18 +86,7 @@ def before_softmax(
             tl.store(w_softmax_in + o_softmax_in, b_gemm.to(w_softmax_in.dtype.element_ty), mask=m_softmax_in)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "s_page_table",
-        "width",
-        "full_pages",
-        "dense_below",
-        "s_softmax_in_r",
-        "s_softmax_in_lane",
-        "s_scores_r",
-        "s_scores_lane",
-    ]
-)
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_softmax_in_r", "s_softmax_in_lane", "s_scores_r", "s_scores_lane"])
 def score(
     p_page_table,
     p_seq_lens,
@@ -141,17 +128,7 @@ def score(
             tl.store(w_scores + o_scores, b_max_2.to(w_scores.dtype.element_ty), mask=m_scores)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "s_page_table",
-        "width",
-        "full_pages",
-        "dense_below",
-        "s_softmax_in_r",
-        "s_softmax_in_lane",
-        "n_rows",
-    ]
-)
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_softmax_in_r", "s_softmax_in_lane", "n_rows"])
 def before_softmax_and_update(
     p_page_table,
     p_seq_lens,

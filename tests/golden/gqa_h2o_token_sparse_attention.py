@@ -28,9 +28,7 @@ def update(
         tl.store(f_hh_score + o_hh_score, tl.broadcast_to(b_cfill, [1, 1, 1]).to(f_hh_score.dtype.element_ty))
 
 
-@triton.jit(
-    do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_softmax_in_r", "s_softmax_in_lane"]
-)
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_softmax_in_r", "s_softmax_in_lane"])
 def before_softmax(
     p_page_table,
     p_seq_lens,
@@ -80,18 +78,7 @@ def before_softmax(
             tl.store(w_softmax_in + o_softmax_in, b_gemm.to(w_softmax_in.dtype.element_ty), mask=m_softmax_in)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "s_page_table",
-        "width",
-        "full_pages",
-        "dense_below",
-        "s_softmax_in_r",
-        "s_softmax_in_lane",
-        "s_scores_r",
-        "s_scores_lane",
-    ]
-)
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_softmax_in_r", "s_softmax_in_lane", "s_scores_r", "s_scores_lane"])
 def score(
     p_page_table,
     p_seq_lens,

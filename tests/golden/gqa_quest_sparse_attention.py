@@ -88,17 +88,13 @@ def score(
             m_k_max = m_p[:, None]
             b_k_max_rows = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0.0)
             b_k_max = b_k_max_rows[:, None, :]
-            b_gemm = tl.permute(
-                tl.reshape(tl.dot(b_k_max_rows, tl.trans(tl.reshape(b_positivepart, [8, 64]))), [128, 1, 8]), (0, 2, 1)
-            )
+            b_gemm = tl.permute(tl.reshape(tl.dot(b_k_max_rows, tl.trans(tl.reshape(b_positivepart, [8, 64]))), [128, 1, 8]), (0, 2, 1))
             # k_min [128, 64]
             o_k_min = ((i_page * 1 + i_h) * 64)[:, None] + a_64[None, :]
             m_k_min = m_p[:, None]
             b_k_min_rows = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0.0)
             b_k_min = b_k_min_rows[:, None, :]
-            b_gemm_2 = tl.permute(
-                tl.reshape(tl.dot(b_k_min_rows, tl.trans(tl.reshape(b_negativepart, [8, 64]))), [128, 1, 8]), (0, 2, 1)
-            )
+            b_gemm_2 = tl.permute(tl.reshape(tl.dot(b_k_min_rows, tl.trans(tl.reshape(b_negativepart, [8, 64]))), [128, 1, 8]), (0, 2, 1))
             b_add = b_gemm + b_gemm_2
             b_max = tl.where(b_add == b_add, b_add, float("-inf"))
             b_max_2 = tl.max(tl.where((a_8 < 7)[None, :, None], b_max, float("-inf")), axis=1, keep_dims=True)
@@ -108,9 +104,7 @@ def score(
             tl.store(w_scores + o_scores, b_max_2.to(w_scores.dtype.element_ty), mask=m_scores)
 
 
-@triton.jit(
-    do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_scores_r", "s_scores_lane", "n_rows"]
-)
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_scores_r", "s_scores_lane", "n_rows"])
 def score_and_update(
     p_page_table,
     p_seq_lens,
@@ -160,19 +154,13 @@ def score_and_update(
                 m_k_max = m_p[:, None]
                 b_k_max_rows = tl.load(f_k_max + o_k_max, mask=m_k_max, other=0.0)
                 b_k_max = b_k_max_rows[:, None, :]
-                b_gemm = tl.permute(
-                    tl.reshape(tl.dot(b_k_max_rows, tl.trans(tl.reshape(b_positivepart, [8, 64]))), [128, 1, 8]),
-                    (0, 2, 1),
-                )
+                b_gemm = tl.permute(tl.reshape(tl.dot(b_k_max_rows, tl.trans(tl.reshape(b_positivepart, [8, 64]))), [128, 1, 8]), (0, 2, 1))
                 # k_min [128, 64]
                 o_k_min = ((i_page * 1 + i_h) * 64)[:, None] + a_64[None, :]
                 m_k_min = m_p[:, None]
                 b_k_min_rows = tl.load(f_k_min + o_k_min, mask=m_k_min, other=0.0)
                 b_k_min = b_k_min_rows[:, None, :]
-                b_gemm_2 = tl.permute(
-                    tl.reshape(tl.dot(b_k_min_rows, tl.trans(tl.reshape(b_negativepart, [8, 64]))), [128, 1, 8]),
-                    (0, 2, 1),
-                )
+                b_gemm_2 = tl.permute(tl.reshape(tl.dot(b_k_min_rows, tl.trans(tl.reshape(b_negativepart, [8, 64]))), [128, 1, 8]), (0, 2, 1))
                 b_add = b_gemm + b_gemm_2
                 b_max = tl.where(b_add == b_add, b_add, float("-inf"))
                 b_max_2 = tl.max(tl.where((a_8 < 7)[None, :, None], b_max, float("-inf")), axis=1, keep_dims=True)
@@ -195,13 +183,9 @@ def score_and_update(
                 u_b_k_f32 = u_b_k.to(tl.float32)
                 u_b_k_scaled = u_b_k_f32 * 0.5
                 u_b_cmax = tl.where(u_b_k_scaled == u_b_k_scaled, u_b_k_scaled, float("-inf"))
-                u_b_cmax_2 = tl.max(
-                    tl.where((u_a_64 < 48)[None, :, None], u_b_cmax, float("-inf")), axis=1, keep_dims=True
-                )
+                u_b_cmax_2 = tl.max(tl.where((u_a_64 < 48)[None, :, None], u_b_cmax, float("-inf")), axis=1, keep_dims=True)
                 u_b_cmin = tl.where(u_b_k_scaled == u_b_k_scaled, u_b_k_scaled, float("inf"))
-                u_b_cmin_2 = tl.min(
-                    tl.where((u_a_64 < 48)[None, :, None], u_b_cmin, float("inf")), axis=1, keep_dims=True
-                )
+                u_b_cmin_2 = tl.min(tl.where((u_a_64 < 48)[None, :, None], u_b_cmin, float("inf")), axis=1, keep_dims=True)
                 # k_max [1, 1, 64]
                 u_o_k_max = ((u_i_page * 1 + u_i_h) * 64) + u_a_64[None, None, :]
                 tl.store(f_k_max + u_o_k_max, u_b_cmax_2.to(f_k_max.dtype.element_ty))

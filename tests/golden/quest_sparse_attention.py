@@ -91,14 +91,10 @@ def score(
         b_mean = tl.sum(b_q_f32, axis=1, keep_dims=True) / 4.0
         b_positivepart = (tl.where(b_mean > 0, b_mean, 0.0)).to(b_mean.dtype)
         field_scale = tl.load(p_field_scales + i_h)
-        b_gemm_scaled_to_fp16, b_gemm_scaled_to_fp16_2 = scaled_to_fp16(
-            tl.where((a_128 < 96)[None, None, :], b_positivepart, 0.0)
-        )
+        b_gemm_scaled_to_fp16, b_gemm_scaled_to_fp16_2 = scaled_to_fp16(tl.where((a_128 < 96)[None, None, :], b_positivepart, 0.0))
         b_gemm_parts_in_rows = parts_in_rows(b_gemm_scaled_to_fp16, 8, tl.float16)
         b_negativepart = (tl.where(b_mean < 0, b_mean, 0.0)).to(b_mean.dtype)
-        b_gemm_scaled_to_fp16_3, b_gemm_scaled_to_fp16_4 = scaled_to_fp16(
-            tl.where((a_128 < 96)[None, None, :], b_negativepart, 0.0)
-        )
+        b_gemm_scaled_to_fp16_3, b_gemm_scaled_to_fp16_4 = scaled_to_fp16(tl.where((a_128 < 96)[None, None, :], b_negativepart, 0.0))
         b_gemm_parts_in_rows_2 = parts_in_rows(b_gemm_scaled_to_fp16_3, 8, tl.float16)
         for i_p in tl.range(tl.program_id(1) * 64, i_end, tl.num_programs(1) * 64, num_stages=2):
             o_p = i_p + tl.arange(0, 64)
@@ -127,9 +123,7 @@ def score(
             tl.store(w_scores + o_scores, b_add.to(w_scores.dtype.element_ty), mask=m_scores)
 
 
-@triton.jit(
-    do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_scores_r", "s_scores_lane", "n_rows"]
-)
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_scores_r", "s_scores_lane", "n_rows"])
 def score_and_update(
     p_page_table,
     p_seq_lens,
@@ -174,14 +168,10 @@ def score_and_update(
             b_mean = tl.sum(b_q_f32, axis=1, keep_dims=True) / 4.0
             b_positivepart = (tl.where(b_mean > 0, b_mean, 0.0)).to(b_mean.dtype)
             field_scale = tl.load(p_field_scales + i_h)
-            b_gemm_scaled_to_fp16, b_gemm_scaled_to_fp16_2 = scaled_to_fp16(
-                tl.where((a_128 < 96)[None, None, :], b_positivepart, 0.0)
-            )
+            b_gemm_scaled_to_fp16, b_gemm_scaled_to_fp16_2 = scaled_to_fp16(tl.where((a_128 < 96)[None, None, :], b_positivepart, 0.0))
             b_gemm_parts_in_rows = parts_in_rows(b_gemm_scaled_to_fp16, 8, tl.float16)
             b_negativepart = (tl.where(b_mean < 0, b_mean, 0.0)).to(b_mean.dtype)
-            b_gemm_scaled_to_fp16_3, b_gemm_scaled_to_fp16_4 = scaled_to_fp16(
-                tl.where((a_128 < 96)[None, None, :], b_negativepart, 0.0)
-            )
+            b_gemm_scaled_to_fp16_3, b_gemm_scaled_to_fp16_4 = scaled_to_fp16(tl.where((a_128 < 96)[None, None, :], b_negativepart, 0.0))
             b_gemm_parts_in_rows_2 = parts_in_rows(b_gemm_scaled_to_fp16_3, 8, tl.float16)
             for i_p in tl.range(tl.program_id(1) * 64, i_end, tl.num_programs(1) * 64, num_stages=2):
                 o_p = i_p + tl.arange(0, 64)

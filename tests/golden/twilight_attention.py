@@ -44,16 +44,7 @@ def update(
         tl.store(f_k_min + o_k_min, b_cmin_2.to(f_k_min.dtype.element_ty))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "s_page_table",
-        "width",
-        "full_pages",
-        "dense_below",
-        "s_keepnucleus_in_r",
-        "s_keepnucleus_in_lane",
-    ]
-)
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_keepnucleus_in_r", "s_keepnucleus_in_lane"])
 def before_keepnucleus(
     p_page_table,
     p_seq_lens,
@@ -116,24 +107,10 @@ def before_keepnucleus(
             # keepnucleus_in [64, 1, 1]
             o_keepnucleus_in = i_r * s_keepnucleus_in_r + o_p[:, None, None]
             m_keepnucleus_in = m_p[:, None, None]
-            tl.store(
-                w_keepnucleus_in + o_keepnucleus_in,
-                b_max_2.to(w_keepnucleus_in.dtype.element_ty),
-                mask=m_keepnucleus_in,
-            )
+            tl.store(w_keepnucleus_in + o_keepnucleus_in, b_max_2.to(w_keepnucleus_in.dtype.element_ty), mask=m_keepnucleus_in)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "s_page_table",
-        "width",
-        "full_pages",
-        "dense_below",
-        "s_keepnucleus_in_r",
-        "s_keepnucleus_in_lane",
-        "n_rows",
-    ]
-)
+@triton.jit(do_not_specialize=["s_page_table", "width", "full_pages", "dense_below", "s_keepnucleus_in_r", "s_keepnucleus_in_lane", "n_rows"])
 def before_keepnucleus_and_update(
     p_page_table,
     p_seq_lens,
@@ -202,11 +179,7 @@ def before_keepnucleus_and_update(
                 # keepnucleus_in [64, 1, 1]
                 o_keepnucleus_in = i_r * s_keepnucleus_in_r + o_p[:, None, None]
                 m_keepnucleus_in = m_p[:, None, None]
-                tl.store(
-                    w_keepnucleus_in + o_keepnucleus_in,
-                    b_max_2.to(w_keepnucleus_in.dtype.element_ty),
-                    mask=m_keepnucleus_in,
-                )
+                tl.store(w_keepnucleus_in + o_keepnucleus_in, b_max_2.to(w_keepnucleus_in.dtype.element_ty), mask=m_keepnucleus_in)
     else:
         u_i_t = tl.program_id(0) - n_rows
         for i_head in tl.range(tl.program_id(1), 4, tl.num_programs(1)):
