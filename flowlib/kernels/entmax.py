@@ -28,6 +28,7 @@ _THRESHOLD_WARPS, _THRESHOLD_REGISTERS = 8, 224  # all there are, since few prog
 _MANY_REGISTERS = 168  # where the assembler would spill to fit one more program on a multiprocessor
 _REGISTER_TOKENS = 4096  # a head's tokens that stay in registers while tau is solved
 _VALUE_TILES = 64
+_MERGED_VALUES = tl.constexpr(4096)  # of the splits that a program adds up at a time
 _SOLVE_TILES = 2048
 
 EXACT, CORRECTED, FIXED = 0, 1, 2
@@ -134,18 +135,23 @@ def _sum_of_splits(
     p_partial_o, p_partial_mass, p_o, p_mass, i_b, i_hq, n_heads, n_splits, v_scale, s_o_b, s_o_h, FIRST: tl.constexpr,
     WIDTH: tl.constexpr, HQ: tl.constexpr, DV: tl.constexpr, BG: tl.constexpr, NORMALISED: tl.constexpr,
 ):  # fmt: skip
-    """Store WIDTH columns of `n_heads` query heads, and their mass: those of all splits added in their order."""
-    o_g = tl.arange(0, BG)
+    """Store WIDTH columns of `n_heads` query heads, and their mass: those of all splits, added up many at a time."""
+    BS: tl.constexpr = max(1, _MERGED_VALUES // (BG * WIDTH))
+    o_g, o_s = tl.arange(0, BG), tl.arange(0, BS)
     m_g = o_g < n_heads
     o_line = (i_b * HQ + i_hq + o_g) * n_splits
     o_v = FIRST + tl.arange(0, WIDTH)
+    b_masses, b_parts = tl.zeros((BG, BS), tl.float32), tl.zeros((BG, BS, WIDTH), tl.float32)
+    for i_s in tl.range(0, n_splits, BS):
+        # [BG, BS]
+        m_s = m_g[:, None] & (i_s + o_s < n_splits)[None, :]
+        o_part = o_line[:, None] + (i_s + o_s)[None, :]
+        b_masses += tl.load(p_partial_mass + o_part, mask=m_s, other=0.0)
+        # [BG, BS, WIDTH]
+        p_part = p_partial_o + o_part[:, :, None] * DV + o_v[None, None, :]
+        b_parts += tl.load(p_part, mask=m_s[:, :, None] & (o_v < DV)[None, None, :], other=0.0)
+    b_mass, b_o = tl.sum(b_masses, 1), tl.sum(b_parts, 1)
     m_v = m_g[:, None] & (o_v < DV)[None, :]
-    b_mass, b_o = tl.zeros((BG,), tl.float32), tl.zeros((BG, WIDTH), tl.float32)
-    for i_s in tl.range(0, n_splits, loop_unroll_factor=max(1, min(8, 4096 // (BG * WIDTH)))):
-        # [BG]
-        b_mass += tl.load(p_partial_mass + o_line + i_s, mask=m_g, other=0.0)
-        # [BG, WIDTH]
-        b_o += tl.load(p_partial_o + (o_line + i_s)[:, None] * DV + o_v[None, :], mask=m_v, other=0.0)
     if NORMALISED:
         b_o *= (1.0 / tl.where(b_mass == 0.0, 1.0, b_mass))[:, None]
     p_o += i_b * s_o_b + (i_hq + o_g)[:, None] * s_o_h

@@ -17,7 +17,7 @@ _NEWTON_STEPS = tl.constexpr(12)
 _STEPS = tl.constexpr(64)
 _TOLERANCE = tl.constexpr(1e-6)
 _TILE_STEPS = tl.constexpr(6)
-_CLOSE = tl.constexpr(2.0**-8)
+_CLOSE = tl.constexpr(2.0**-4)  # the step after it is some 2^-8
 _ROUNDED = tl.constexpr(2.0**-19)
 _ENOUGH = tl.constexpr(1.0 - 64 * 2.0**-23)
 STATE = tl.constexpr(4)
@@ -238,21 +238,28 @@ def _solve(
     CHECK: tl.constexpr = p_bounds is not None
     o_w = tl.arange(0, BW)
     if LOOP:
-        if n_tokens <= BW:
-            # [BW]
-            b_z = tl.load(p_z + o_w, mask=o_w < n_tokens, other=float("-inf"))
-            t, w, rest, enough = _iterate(
-                b_z, p_z, p_active, 0, n_tokens, top, t, w, high_t, high_w, a, beta, n_steps, exact,
-                KIND, MODE, CHECK, False, BT, BW,
-            )  # fmt: skip
-        else:
+        n_active = tl.zeros((), tl.int32)
+        count = n_tokens
+        if n_tokens > BW:
             below_t, below_w = _below(p_tile_max, n_tiles, top, a, beta, KIND, BN)
             n_active = _active_tiles(p_tile_max, p_active, n_tiles, top, below_t, BN)
+            count = n_active * BT
             if MODE == 0:
                 t, w = below_t, below_w
             else:
                 t, w = tl.where(exact, below_t, t), tl.where(exact, below_w, w)
             tl.debug_barrier()  # other threads read the list
+        if count <= BW:
+            o_t = o_w
+            if n_tokens > BW:
+                o_t = tl.load(p_active + o_w // BT, mask=o_w < count, other=0) * BT + o_w % BT
+            # [BW]
+            b_z = tl.load(p_z + o_t, mask=(o_w < count) & (o_t < n_tokens), other=float("-inf"))
+            t, w, rest, enough = _iterate(
+                b_z, p_z, p_active, 0, n_tokens, top, t, w, high_t, high_w, a, beta, n_steps, exact,
+                KIND, MODE, CHECK, False, BT, BW,
+            )  # fmt: skip
+        else:
             t, w, rest, enough = _iterate(
                 tl.zeros((1,), tl.float32), p_z, p_active, n_active, n_tokens, top, t, w, high_t, high_w, a, beta,
                 n_steps, exact, KIND, MODE, CHECK, True, BT, _LOOP_TOKENS,
