@@ -23,7 +23,7 @@ from flowlib import mla
 from flowlib.entmax import gaussian_decode, topk_decode
 from flowlib.errors import FlowlibError, OptionError
 from flowlib.kernels.planning import launch_page_table
-from flowlib.kernels.select import launch_select
+from flowlib.kernels.select import launch_select, scratch_of
 from flowlib.kernels.select_above import counted_blocks
 
 LENGTHS = (0, 1, 37, 130, 259)
@@ -102,6 +102,7 @@ def select_wide(device: str) -> bool:
     launch_select(
         scores, torch.tensor([_WIDE * _PAGE], dtype=torch.int32, device=device), pages, lengths,
         num_kv_heads=2, lanes=1, page_size=_PAGE, bos=1, eos=1, top_k=10, ratio_q16=0, dense_below=0, scored=True,
+        bins=torch.zeros(1, 2, scratch_of(_WIDE, 10)["bins"], dtype=torch.int32, device=device),
     )  # fmt: skip
     best = scores[:, 0, 1:-1].topk(10).indices.sort().values + 1
     return torch.equal(pages[0, :, 1:-1].long(), best) and lengths.tolist() == [[12, 12]]

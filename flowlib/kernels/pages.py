@@ -10,8 +10,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from flowlib.kernels.ordered import keys_of
 from flowlib.kernels.pdl import begin, options
-from flowlib.kernels.select import _keys
 
 _BLOCK = 4096
 _VALUES_PER_THREAD = 8
@@ -129,7 +129,7 @@ def _above(
     total = tl.zeros((), tl.float32)
     for o in tl.range(0, n_pages, BW):
         o_w = o + tl.arange(0, BW)
-        b_key = _keys(p_x, o_w, s_page, first, last)
+        b_key = keys_of(p_x, o_w, s_page, first, last)
         b_m = (b_key > 0).to(tl.float32) if COUNT else _mass(p_x, o_w, s_page, first, last, top, scale, SOFTMAX)
         total += tl.sum(tl.where(b_key >= key, b_m, 0.0))
     return total
@@ -164,7 +164,7 @@ def filter_kernel(
     taken = tl.zeros((), tl.float32)
     for o in tl.range(0, n_pages, BW):
         o_w = o + tl.arange(0, BW)
-        b_key = _keys(p_x, o_w, s_x_page, first, last)
+        b_key = keys_of(p_x, o_w, s_x_page, first, last)
         m_tied = (b_key == threshold) & (b_key > 0)
         b_m = (b_key > 0).to(tl.float32) if COUNT else _mass(p_x, o_w, s_x_page, first, last, top, scale, SOFTMAX)
         b_m = tl.where(m_tied, b_m, 0.0)

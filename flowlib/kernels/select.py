@@ -2,7 +2,7 @@
 
 The k-th highest score is found by counting the scores above values between two bounds, first as numbers, then as
 integers that order as they do, so the result is exact and the same on every run. Rows of up to ``_REGISTER_WIDTH``
-pages stay in registers; wider ones are read in each round.
+pages stay in registers; several programs share a wider one (:mod:`flowlib.kernels.select_wide`).
 """
 
 from __future__ import annotations
@@ -12,61 +12,17 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from flowlib.kernels.ordered import VECTOR, compacted, key_of, put, scores_of, value_of
 from flowlib.kernels.pdl import begin, options
-from flowlib.kernels.select_above import launch_select_above
+from flowlib.kernels.select_above import counted_blocks, launch_select_above
+from flowlib.kernels.select_wide import launch_select_wide, words_of
 
 _REGISTER_WIDTH = 16384  # at most 32767: two counts share an int32
 _NARROW_WIDTH = 2048  # rows of at most so many pages are searched in blocks of this size, whatever the table's width
-_LOOP_BLOCK = 8192
-_MOST_BLOCKS = 1023  # of a row: three counts share an int32
 _FILL_BLOCK = tl.constexpr(128)
 _EARLY_WIDTH = tl.constexpr(2048)
 _VALUE_ROUNDS = tl.constexpr(32)
-_VECTOR = tl.constexpr(16)
-_SEGMENT = tl.constexpr(32)
 _KEYS_PER_THREAD = 32
-
-
-@triton.jit
-def _key_of(b_s):
-    """A uint32 that orders as the fp32 value does; -0.0 is 0.0."""
-    b_i = tl.where(b_s == 0.0, 0.0, b_s).to(tl.int32, bitcast=True)
-    b_i = tl.where(b_i < 0, b_i ^ 0x7FFFFFFF, b_i)
-    return b_i.to(tl.uint32, bitcast=True) ^ 0x80000000
-
-
-@triton.jit
-def _value_of(b_key):
-    """The fp32 value of a key; NaN of the largest."""
-    b_i = (b_key ^ 0x80000000).to(tl.int32, bitcast=True)
-    return tl.where(b_i < 0, b_i ^ 0x7FFFFFFF, b_i).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scores(p_scores, o_w, s_page, first, last, VECTORS: tl.constexpr):
-    """Scores; -inf for NaN and for pages outside [first, last)."""
-    m_scored = (o_w >= first) & (o_w < last)
-    # [BW]
-    if VECTORS:  # what lies between the row's last page and the next multiple of a vector can be read
-        b_s = tl.load(p_scores + o_w, mask=o_w < tl.cdiv(last, _VECTOR) * _VECTOR, other=float("-inf"))
-    else:
-        b_s = tl.load(p_scores + o_w.to(tl.int64) * s_page, mask=m_scored, other=float("-inf"))
-    return tl.where(m_scored & (b_s == b_s), b_s, float("-inf"))
-
-
-@triton.jit
-def _keys(p_scores, o_w, s_page, first, last):
-    """uint32 keys that order as the scores do; 0 where nothing can be selected."""
-    b_s = _scores(p_scores, o_w, s_page, first, last, False)
-    return tl.where(b_s > float("-inf"), _key_of(b_s), 0)
-
-
-@triton.jit
-def _put(p_pages, p_physical, p_table, o_slot, o_page, m_put, PHYSICAL: tl.constexpr):
-    """Store logical pages, and the physical pages they are."""
-    tl.store(p_pages + o_slot, o_page, mask=m_put)
-    if PHYSICAL:
-        tl.store(p_physical + o_slot, tl.load(p_table + o_page, mask=m_put, other=0), mask=m_put)
 
 
 @triton.jit
@@ -83,7 +39,7 @@ def _write_range(p_pages, p_physical, p_table, length, head, gap, M, PHYSICAL: t
     for o in tl.range(0, tl.minimum(length, M), BW):
         o_w = o + tl.arange(0, BW)
         b_page = tl.where(o_w < head, o_w, o_w + gap)
-        _put(p_pages, p_physical, p_table, o_w, b_page, o_w < tl.minimum(length, M), PHYSICAL)
+        put(p_pages, p_physical, p_table, o_w, b_page, o_w < tl.minimum(length, M), PHYSICAL)
     _fill_rest(p_pages, length, M)
 
 
@@ -128,104 +84,39 @@ def _threshold_in_registers(b_s, m_scored, scored, budget):
         first_probe = _between(low_value, high_value)
         second_probe = _between(high_value, low_value)
         i_round += 1
-    low = _key_of(low_value)
-    span = _key_of(high_value) - low + (above == 0).to(tl.uint32)
+    low = key_of(low_value)
+    span = key_of(high_value) - low + (above == 0).to(tl.uint32)
     while (count != budget) & (span > 1):
         half = span >> 1
-        n = tl.sum(((b_s > float("-inf")) & (_key_of(b_s) >= low + half)).to(tl.int32))
+        n = tl.sum(((b_s > float("-inf")) & (key_of(b_s) >= low + half)).to(tl.int32))
         up = n >= budget
         low = tl.where(up, low + half, low)
         span = tl.where(up, span - half, half)
         count = tl.where(up, n, count)
         above = tl.where(up, above, n)
     low = tl.where(budget > 0, low, 0xFFFFFFFF)
-    return _value_of(low), tl.where(count == budget, budget, budget - above), budget
-
-
-@triton.jit
-def _threshold_in_loop(p_scores, s_page, first, last, budget, BW: tl.constexpr):
-    """The same with two bits a round over rows that do not fit into registers."""
-    b_count = tl.zeros((BW,), tl.int32)
-    for o in tl.range(0, last, BW, loop_unroll_factor=2):
-        b_count += (_keys(p_scores, o + tl.arange(0, BW), s_page, first, last) > 0).to(tl.int32)
-    budget = tl.minimum(tl.sum(b_count), budget)
-    threshold = tl.zeros((), tl.uint32)
-    for i_round in tl.static_range(15, -1, -1):
-        low = threshold | (1 << 2 * i_round)
-        middle = threshold | (2 << 2 * i_round)
-        high = threshold | (3 << 2 * i_round)
-        b_count = tl.zeros((BW,), tl.int32)
-        for o in tl.range(0, last, BW, loop_unroll_factor=2):
-            b_key = _keys(p_scores, o + tl.arange(0, BW), s_page, first, last)
-            b_count += (b_key >= low).to(tl.int32) + ((b_key >= middle).to(tl.int32) << 10)
-            b_count += (b_key >= high).to(tl.int32) << 20
-        threshold = tl.where(tl.sum(b_count & 1023) >= budget, low, threshold)
-        threshold = tl.where(tl.sum((b_count >> 10) & 1023) >= budget, middle, threshold)
-        threshold = tl.where(tl.sum(b_count >> 20) >= budget, high, threshold)
-    b_count = tl.zeros((BW,), tl.int32)
-    for o in tl.range(0, last, BW, loop_unroll_factor=2):
-        b_count += (_keys(p_scores, o + tl.arange(0, BW), s_page, first, last) > threshold).to(tl.int32)
-    above = tl.sum(b_count)
-    return _value_of(tl.where(budget > 0, threshold, 0xFFFFFFFF)), budget - above, budget
-
-
-@triton.jit
-def _sum_before(b_x):
-    """Sum of the values before each one: within segments, then over segments, which takes few steps between threads."""
-    if b_x.shape[0] <= _SEGMENT * _SEGMENT:
-        b_before = tl.cumsum(b_x, 0) - b_x
-    else:
-        # [segments, _SEGMENT]
-        b_rows = tl.reshape(b_x, [b_x.shape[0] // _SEGMENT, _SEGMENT])
-        b_total = tl.sum(b_rows, 1)
-        b_rows = tl.cumsum(b_rows, 1) - b_rows + (tl.cumsum(b_total, 0) - b_total)[:, None]
-        b_before = tl.reshape(b_rows, [b_x.shape[0]])
-    return b_before
-
-
-@triton.jit
-def _compacted(b_s, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied):
-    """(mask of the chosen pages of one block, their slots, masks of the sure and the tied ones)."""
-    m_sure = ((o_w < n_pages) & ((o_w < first) | (o_w >= last))) | (b_s > threshold)
-    m_tied = b_s == threshold
-    b_both = m_sure.to(tl.int32) + (m_tied.to(tl.int32) << 16)
-    b_before = _sum_before(b_both)
-    b_sure = n_sure + (b_before & 0xFFFF)
-    b_tied = n_tied + (b_before >> 16)
-    return m_sure | (m_tied & (b_tied < ties)), b_sure + tl.minimum(b_tied, ties), m_sure, m_tied
+    return value_of(low), tl.where(count == budget, budget, budget - above), budget
 
 
 @triton.jit
 def _write_best(
     p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M,
-    PHYSICAL: tl.constexpr, VECTORS: tl.constexpr, LOOP: tl.constexpr, BW: tl.constexpr,
+    PHYSICAL: tl.constexpr, VECTORS: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Write the reserved pages and the best `budget` scored ones; returns the length of the list."""
-    if LOOP:
-        threshold, ties, taken = _threshold_in_loop(p_scores, s_page, first, last, budget, BW)
-        n_sure = tl.zeros((), tl.int32)
-        n_tied = tl.zeros((), tl.int32)
-        for o in tl.range(0, n_pages, BW):
-            o_w = o + tl.arange(0, BW)
-            b_s = _scores(p_scores, o_w, s_page, first, last, False)
-            m_take, b_slot, m_sure, m_tied = _compacted(b_s, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied)
-            _put(p_pages, p_physical, p_table, b_slot, o_w, m_take & (b_slot < M), PHYSICAL)
-            n_sure += tl.sum(m_sure.to(tl.int32))
-            n_tied += tl.sum(m_tied.to(tl.int32))
-    else:
-        o_w = tl.arange(0, BW)
-        b_s = _scores(p_scores, o_w, s_page, first, last, VECTORS)
-        if PHYSICAL and BW <= _EARLY_WIDTH:  # all of them, so that the store does not wait for them
-            b_physical = tl.load(p_table + o_w, mask=o_w < n_pages, other=0)
-        m_scored = (o_w >= first) & (o_w < last)
-        threshold, ties, taken = _threshold_in_registers(b_s, m_scored, last - first, budget)
-        m_take, b_slot, _, _ = _compacted(b_s, o_w, n_pages, first, last, threshold, ties, 0, 0)
-        m_take = m_take & (b_slot < M)
-        tl.store(p_pages + b_slot, o_w, mask=m_take)
-        if PHYSICAL:
-            if BW > _EARLY_WIDTH:
-                b_physical = tl.load(p_table + o_w, mask=m_take, other=0)
-            tl.store(p_physical + b_slot, b_physical, mask=m_take)
+    o_w = tl.arange(0, BW)
+    b_s = scores_of(p_scores, o_w, s_page, first, last, VECTORS)
+    if PHYSICAL and BW <= _EARLY_WIDTH:  # all of them, so that the store does not wait for them
+        b_physical = tl.load(p_table + o_w, mask=o_w < n_pages, other=0)
+    m_scored = (o_w >= first) & (o_w < last)
+    threshold, ties, taken = _threshold_in_registers(b_s, m_scored, last - first, budget)
+    m_take, b_slot, _, _ = compacted(b_s, o_w, n_pages, first, last, threshold, ties, 0, 0)
+    m_take = m_take & (b_slot < M)
+    tl.store(p_pages + b_slot, o_w, mask=m_take)
+    if PHYSICAL:
+        if BW > _EARLY_WIDTH:
+            b_physical = tl.load(p_table + o_w, mask=m_take, other=0)
+        tl.store(p_physical + b_slot, b_physical, mask=m_take)
     length = tl.minimum(n_pages - (last - first) + taken, M)
     _fill_rest(p_pages, length, M)
     return length
@@ -236,7 +127,7 @@ def select_kernel(
     p_scores, p_seq_lens, p_table, p_pages, p_physical, p_lengths, s_row, s_lane, s_page, s_table,
     W, M, bos, eos, top_k, ratio_q16, full_pages, dense_below,
     H: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, SCORED: tl.constexpr, PHYSICAL: tl.constexpr,
-    VECTORS: tl.constexpr, LOOP: tl.constexpr, BW: tl.constexpr, NARROW: tl.constexpr, PDL: tl.constexpr,
+    VECTORS: tl.constexpr, BW: tl.constexpr, NARROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_list = tl.program_id(0).to(tl.int64)
     i_row = i_list // LANES
@@ -257,39 +148,47 @@ def select_kernel(
     if SCORED:
         if whole:
             _write_range(p_pages, p_physical, p_table, length, first, n_pages - length, M, PHYSICAL, BW)
-        else:
+        elif n_pages <= BW:  # launches after this one select from longer rows
             p_scores += i_row * s_row + (i_list % LANES) * s_lane
             budget = tl.maximum((n_pages.to(tl.int64) * ratio_q16) >> 16, top_k).to(tl.int32)
             if NARROW == BW:
                 length = _write_best(
                     p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M, PHYSICAL, VECTORS,
-                    LOOP, BW,
+                    BW,
                 )  # fmt: skip
             elif n_pages <= NARROW:
                 length = _write_best(
                     p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M, PHYSICAL, VECTORS,
-                    False, NARROW,
+                    NARROW,
                 )  # fmt: skip
             else:
                 length = _write_best(
                     p_scores, p_pages, p_physical, p_table, s_page, n_pages, first, last, budget, M, PHYSICAL, VECTORS,
-                    LOOP, BW,
+                    BW,
                 )  # fmt: skip
     else:
         _write_range(p_pages, p_physical, p_table, length, first, n_pages - length, M, PHYSICAL, BW)
     tl.store(p_lengths + i_list, tl.minimum(length, M))
 
 
-def _num_warps(block: int, loop: bool) -> int:
-    """Up to 32 keys a thread (the best on an H200), half of that where a loop keeps more alive."""
-    return 16 if loop else min(16, max(4, block // (32 * _KEYS_PER_THREAD)))
+def _num_warps(block: int) -> int:
+    """Up to 32 keys a thread, the best on an H200."""
+    return min(16, max(4, block // (32 * _KEYS_PER_THREAD)))
+
+
+def scratch_of(width: int, top_k: int) -> dict[str, int]:
+    """int32 that a list needs of the scratch of :func:`launch_select`, by argument, over a table of at most `width`
+    pages; what has no name there needs none."""
+    blocks = counted_blocks(min(width, top_k))
+    wide = words_of(width) if width > max(top_k, _REGISTER_WIDTH) else 0
+    return {name: words for name, words in (("counts", blocks), ("bins", wide)) if words}
 
 
 def launch_select(
     scores: Any, seq_lens: Any, pages: Any, lengths: Any, *,
     num_kv_heads: int, lanes: int, page_size: int, bos: int, eos: int, top_k: int, ratio_q16: int, dense_below: int,
     scored: bool, full_pages: int = 0, width: int | None = None, page_table: Any = None, physical: Any = None,
-    counts: Any = None, pdl: bool = False,
+    counts: Any = None, bins: Any = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Write the page list of every row (or of every query head of a row).
 
@@ -309,6 +208,9 @@ def launch_select(
             (``top_k >= width``): at least :func:`flowlib.kernels.select_above.counted_blocks` blocks. None where that
             is 0; elsewhere without it each program of a list reads the whole row: the same lists, in time that grows
             with the square of the width.
+        bins: int32 ``[bs, num_kv_heads * lanes, words]`` contiguous, scratch of rows of more than 16,384 pages that
+            their budget does not cover: at least :func:`flowlib.kernels.select_wide.words_of` words, zero before the
+            first call, and left so that the next one can have them. None where no row is so long.
         pdl: programmatic dependent launch (sm_90 and later).
 
     Of equal scores the lower page is taken (-0.0 equals 0.0); NaN and -inf never are. Lists are cut at M entries.
@@ -323,25 +225,30 @@ def launch_select(
             physical=physical, counts=counts, pdl=pdl,
         )  # fmt: skip
         return
-    widest = max(width if scored else capacity, 32)
-    loop = widest > _REGISTER_WIDTH
-    block = triton.next_power_of_2(widest)
-    if loop:
-        block = max(_LOOP_BLOCK, triton.next_power_of_2(triton.cdiv(widest, _MOST_BLOCKS)))
+    wide = scored and width > _REGISTER_WIDTH
+    if wide and bins is None:
+        raise ValueError(f"launch_select: rows of up to {width} pages need the scratch 'bins', see scratch_of")
+    block = min(_REGISTER_WIDTH, triton.next_power_of_2(max(width if scored else capacity, 32)))
+    vectors = scored and _in_vectors(scores)
     strides = scores.stride() if scored else (0, 0, 0)
     select_kernel[(lengths.numel(),)](
         scores if scored else None, seq_lens, page_table, pages, physical, lengths, *strides,
         0 if page_table is None else page_table.stride(0), width, capacity, bos, eos, top_k, ratio_q16,
         full_pages, dense_below,
-        H=num_kv_heads, LANES=lanes, PAGE=page_size, SCORED=scored, PHYSICAL=physical is not None,
-        VECTORS=scored and _in_vectors(scores), LOOP=loop, BW=block, NARROW=min(block, _NARROW_WIDTH),
-        num_warps=_num_warps(block, loop), num_stages=1, **options(pdl),
+        H=num_kv_heads, LANES=lanes, PAGE=page_size, SCORED=scored, PHYSICAL=physical is not None, VECTORS=vectors,
+        BW=block, NARROW=min(block, _NARROW_WIDTH), num_warps=_num_warps(block), num_stages=1, **options(pdl),
     )  # fmt: skip
+    if wide:
+        launch_select_wide(
+            scores, seq_lens, pages, lengths, bins, num_kv_heads=num_kv_heads, lanes=lanes, page_size=page_size,
+            bos=bos, eos=eos, top_k=top_k, ratio_q16=ratio_q16, dense_below=dense_below, full_pages=full_pages,
+            narrow=block, width=width, vectors=vectors, page_table=page_table, physical=physical, pdl=pdl,
+        )  # fmt: skip
 
 
 def _in_vectors(scores: Any) -> bool:
     """Whether every row starts at a multiple of a vector and can be read up to the next one past its end."""
-    vector, (rows, lanes, width) = _VECTOR.value, scores.shape
+    vector, (rows, lanes, width) = VECTOR.value, scores.shape
     s_row, s_lane, s_page = scores.stride()
     aligned = s_page == 1 and s_row % vector == 0 and (lanes == 1 or s_lane % vector == 0)
     end = scores.storage_offset() + (rows - 1) * s_row + (lanes - 1) * s_lane + -(-width // vector) * vector

@@ -169,7 +169,8 @@ class Executor:
             page_size=spec.page_size, bos=spec.bos, eos=spec.eos, top_k=top_k, ratio_q16=ratio,
             full_pages=self.full_pages, dense_below=spec.dense_below,
             scored=scores is not None, width=batch.width, page_table=batch.page_table,
-            physical=out.workspace["physical"], counts=out.workspace.get("counts"), pdl=pdl,
+            physical=out.workspace["physical"], counts=out.workspace.get("counts"),
+            bins=out.workspace.get("bins"), pdl=pdl,
         )  # fmt: skip
 
     def _segment(

@@ -18,14 +18,16 @@ from flowlib.runtime.batch import Batch
 def scratch(
     op: SelectOp, spec: Spec, lists: tuple[int, int], width: int, device: str | torch.device
 ) -> dict[str, torch.Tensor]:
-    """What long rows that their budget may cover are counted in, by name: counts int32 ``[*lists, blocks]``.
+    """What long rows are counted in, by the name of the selection kernel's argument: int32 ``[*lists, words]``, zero.
 
     Args:
         lists: (rows, page lists of a row).
         width: most pages of a row.
     """
-    blocks = load_function("flowlib.kernels.select_above:counted_blocks")(min(width, op.limits(spec)[0]))
-    return {"counts": torch.empty(*lists, blocks, dtype=torch.int32, device=device)} if blocks else {}
+    if not op.scored:
+        return {}
+    words = load_function("flowlib.kernels.select:scratch_of")(width, op.limits(spec)[0])
+    return {name: torch.zeros(*lists, n, dtype=torch.int32, device=device) for name, n in words.items()}
 
 
 def plan_scratch(

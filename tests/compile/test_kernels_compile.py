@@ -93,7 +93,7 @@ def test_attend(shape, target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("width", "spills"), [(64, 0), (2048, 0), (8192, 0), (16384, 1024), (70_000, 0)])
+@pytest.mark.parametrize(("width", "spills"), [(64, 0), (2048, 0), (8192, 0), (16384, 1024)])
 def test_select(width, spills, target):
     options = dict(num_kv_heads=8, lanes=1, page_size=16, bos=1, eos=1, top_k=128, ratio_q16=0, dense_below=0)
     with compile_only(target) as kernels:
@@ -102,6 +102,21 @@ def test_select(width, spills, target):
             select.launch_select(*buffers, scored=scored, width=width, **options)
     assert len(kernels) == 2
     judge(kernels, target, {"select_kernel"}, spills)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("width", [32_768, 65_536, 2**20])
+def test_select_from_rows_that_programs_share(width, target):
+    """As dependent launches where the target has them; one kernel a launch for all rows and tables up to 65,536."""
+    with compile_only(target) as kernels:
+        select.launch_select(
+            torch.empty(BS * 8, 1, width), ints(BS), ints(BS, 8, SELECTED), ints(BS, 8), num_kv_heads=8, lanes=1,
+            page_size=16, bos=1, eos=1, top_k=128, ratio_q16=0, dense_below=0, scored=True, width=width,
+            page_table=ints(BS, width), physical=ints(BS, 8, SELECTED),
+            bins=ints(BS, 8, select.scratch_of(width, 128)["bins"]), pdl=target != "sm_80",
+        )  # fmt: skip
+    assert [k.name for k in kernels] == ["select_kernel", *["digit_kernel"] * 4, "count_kernel", "write_kernel"]
+    judge(kernels[1:], target, {"digit_kernel", "count_kernel", "write_kernel"})
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -9,8 +9,9 @@ import math
 import pytest
 import torch
 
-from flowlib.kernels import select
+from flowlib.kernels import select, select_wide
 from flowlib.runtime import interpreter
+from tests.suites.select_scratch import scratch
 
 interpreter.install()
 
@@ -55,6 +56,7 @@ def check(
         scores if scored else None, torch.tensor(seq_lens, dtype=torch.int32), pages, lengths,
         num_kv_heads=num_kv_heads, lanes=lanes, page_size=page, bos=bos, eos=eos, top_k=top_k, ratio_q16=ratio_q16,
         dense_below=dense_below, scored=scored, width=width,
+        **scratch(len(seq_lens), num_kv_heads * lanes, width, top_k),
     )  # fmt: skip
     assert (whole[:32] == GUARD).all()
     assert (whole[-32:] == GUARD).all()
@@ -106,12 +108,12 @@ def test_one_list_per_query_head_over_strided_scores():
     check(scores, seq_lens, num_kv_heads=2, top_k=7)
 
 
-@pytest.mark.parametrize("loop", [False, True], ids=["in registers", "in a loop"])
+@pytest.mark.parametrize("wide", [False, True], ids=["one program", "several"])
 @pytest.mark.parametrize("width", [31, 1025])
-def test_ties_go_to_the_lower_page(monkeypatch, loop, width):
-    if loop:
+def test_ties_go_to_the_lower_page(monkeypatch, wide, width):
+    if wide:
         monkeypatch.setattr(select, "_REGISTER_WIDTH", 16)
-        monkeypatch.setattr(select, "_LOOP_BLOCK", 16 if width < 100 else 512)
+        monkeypatch.setattr(select_wide, "_BLOCK", 16 if width < 100 else 512)
     torch.manual_seed(2)
     scores = torch.stack([
         torch.zeros(width),
@@ -123,11 +125,11 @@ def test_ties_go_to_the_lower_page(monkeypatch, loop, width):
         torch.where(torch.arange(width) % 7 == 0, math.nan, torch.randn(width)),
         torch.where(torch.arange(width) % 3 == 0, math.inf, -3e38),
     ])[:, None, :]  # fmt: skip
-    for top_k in (6,) if loop else (1, 6, width):
+    for top_k in (6, width - 3) if wide else (1, 6, width):
         check(scores, [width * PAGE] * 8, top_k=top_k)
 
 
-def test_a_wide_row_is_read_in_blocks():
+def test_several_programs_share_a_wide_row():
     torch.manual_seed(3)
     check(torch.randn(1, 1, 70_000).mul(4).round(), [70_000], top_k=192, page=1)
 

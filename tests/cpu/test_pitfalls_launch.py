@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import flowlib
-from flowlib.kernels import attend, pages, planning, segment, select
+from flowlib.kernels import attend, pages, planning, segment, select, select_wide
 from flowlib.runtime import execute, interpreter
 from tests.processes import ROOT
 from tests.suites.flow_cases import plan_for
 from tests.suites.same import IMPLEMENTATIONS, bits, differing
+from tests.suites.select_scratch import scratch
 from tests.suites.worlds import int32, world
 
 interpreter.install()  # some tests below launch kernels themselves
@@ -103,17 +104,17 @@ def lists(scores: torch.Tensor, top_k: int, seq_len: int) -> torch.Tensor:
     lengths = torch.full((len(scores), 1), -99, dtype=torch.int32)
     select.launch_select(
         scores, int32([seq_len] * len(scores)), chosen, lengths, num_kv_heads=1, lanes=1, page_size=1, bos=1, eos=1,
-        top_k=top_k, ratio_q16=0, dense_below=0, scored=True,
+        top_k=top_k, ratio_q16=0, dense_below=0, scored=True, **scratch(len(scores), 1, scores.shape[2], top_k),
     )  # fmt: skip
     return chosen
 
 
 def test_pitfall_30_a_row_that_does_not_fit_on_chip(monkeypatch):
-    """Where a row is wider than what is held at once it is read in blocks, and gives the same list."""
+    """Where a row is wider than what is held at once several programs share it, and give the same list."""
     scores = (torch.randn(2, 1, 777, generator=torch.Generator().manual_seed(1)) * 3).round()
     held = lists(scores, 20, 777)
     monkeypatch.setattr(select, "_REGISTER_WIDTH", 64)
-    monkeypatch.setattr(select, "_LOOP_BLOCK", 128)
+    monkeypatch.setattr(select_wide, "_BLOCK", 128)
     assert torch.equal(lists(scores, 20, 777), held)
 
 

@@ -8,6 +8,7 @@ from flowlib import FORMAT, ops
 from flowlib.kernels import select
 from flowlib.runtime import interpreter
 from flowlib.testing import fill_nan
+from tests.suites.select_scratch import scratch
 
 interpreter.install()
 
@@ -54,7 +55,7 @@ def selected(scores: torch.Tensor, budget: int) -> tuple[torch.Tensor, torch.Ten
     seq_lens = torch.full((rows,), width, dtype=torch.int32)
     select.launch_select(
         scores, seq_lens, pages, lengths, num_kv_heads=1, lanes=1, page_size=1, bos=BOS, eos=EOS, top_k=budget,
-        ratio_q16=0, dense_below=0, scored=True,
+        ratio_q16=0, dense_below=0, scored=True, **scratch(rows, 1, width, budget),
     )  # fmt: skip
     return pages[:, 0], lengths[:, 0]
 
