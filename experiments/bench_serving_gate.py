@@ -95,7 +95,8 @@ def truth(
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").to(device, dtype).eval()
+    loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    model = loaded.to(device, dtype).eval()
     set_temperature(model)
     rows, largest = [], 0.0
     with torch.no_grad():
