@@ -11,7 +11,7 @@ import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ def truth(
     """
     from transformers import AutoModelForCausalLM
 
-    loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    loaded = cast(torch.nn.Module, AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa"))
     model = loaded.to(device, dtype).eval()
     set_temperature(model)
     rows, largest = [], 0.0
