@@ -6,6 +6,7 @@ from tests.suites.entmax_decode import (  # noqa: F401
     test_caches_of_16_bits,
     test_gaussian,
     test_refusals_of_kernels,
+    test_statistics_of_8_bits,
     test_the_fixed_threshold_is_the_estimate,
     test_topk,
 )

@@ -24,7 +24,7 @@ def moved(scene: Scene, device: str) -> flowlib.PagedKVCache:
     if device == "cpu":
         interpreter.install()
     old = scene.cache
-    cache = flowlib.PagedKVCache(old.page_size, old.stats, old.max_seq_len)
+    cache = flowlib.PagedKVCache(old.page_size, old.stats, old.max_seq_len, old.stats_dtype)
     k, v = old.dense()
     cache.initialize(k.to(device), v.to(device), old.seq_lens_host)
     return cache
@@ -123,6 +123,22 @@ def test_caches_of_16_bits(dtype, device):
     q, _, (out, info) = both(scene, device, topk_decode, 4, alibi_slopes=torch.tensor(slopes))
     away = torch.cat([x.flatten() for x in _errors(scene, q, out, on_cpu(info), slopes)])
     assert away.max() <= 4 * torch.finfo(dtype).eps * 4, "weights and outputs are rounded to 16 bits, values below 4"
+
+
+@pytest.mark.parametrize(("decode", "options"), [(topk_decode, {"topk_pages": 6}), (gaussian_decode, {"niter": 8})])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_statistics_of_8_bits(decode, options, dtype, device):
+    scene = world(device, dtype=dtype, dim=64, stats_dtype=torch.float8_e4m3fn, shared=1.0, seed=2)
+    q, (reference, told), (out, info) = both(scene, device, decode, **options)
+    got = on_cpu(info)
+    width = min(told.selection.pages.shape[2], got.selection.pages.shape[2])
+    assert torch.equal(told.selection.pages[..., :width], got.selection.pages[..., :width])
+    assert torch.equal(told.certified, got.certified)
+    assert (told.tau - got.tau).abs().max() <= 1e-5
+    if dtype is torch.float32:
+        assert_rows(scene, q, out, 1.5, got, [0.0] * 4)
+    else:
+        assert (out - reference).abs().max() <= 4 * torch.finfo(dtype).eps * 4, "as for caches of 16 bits"
 
 
 def _errors(scene, q, out, info, slopes):
