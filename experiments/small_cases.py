@@ -6,7 +6,8 @@
 Every registered flow writes a pool, updates its fields, and steps in Triton over rows of odd lengths whose pages are
 scattered, a row of one token and an empty one among them: with fields updated beforehand, in the launch that scores,
 and beside attention to a table of short rows. So do rows wider than registers hold, an entmax row of many tokens, and a
-prefill in chunks. Results are compared with the reference, so that a run says that the kernels ran.
+prefill in chunks. Results are compared with the reference, so that a run says that the kernels ran; it runs on the CPU,
+since racecheck takes minutes for a sort of torch's.
 """
 
 from __future__ import annotations
@@ -66,17 +67,29 @@ def step_flow(name: str, device: str, float8: bool) -> float:
     width = plan.full_pages
     short = flowlib.Batch(table[:, :width], batch.seq_lens.clamp(max=width * page)) if width else None
     answers = []
-    for impl in ("triton", "reference"):
-        own = pool.clone()
-        outs = [flowlib.dense(q, own, batch, impl=impl).o, with_update(plan, q, own, batch, impl)]
-        outs.append(plan.step(q, own, batch, impl=impl).o)
-        outs += [with_update(plan, q, own, short, impl)] if short else []
+    for impl, where in (("triton", device), ("reference", "cpu")):
+        own, queries, rows = copy_of(pool, where), q.to(where), _moved(batch, where)
+        outs = [flowlib.dense(queries, own, rows, impl=impl).o, with_update(plan, queries, own, rows, impl)]
+        outs.append(plan.step(queries, own, rows, impl=impl).o)
+        outs += [with_update(plan, queries, own, _moved(short, where), impl)] if short else []
         answers.append(outs)
     return max(_error(*pair) for pair in zip(*answers, strict=True))
 
 
+def _moved(batch: flowlib.Batch, device: str) -> flowlib.Batch:
+    return flowlib.Batch(batch.page_table.to(device), batch.seq_lens.to(device))
+
+
+def copy_of(pool: flowlib.PagedPool, device: str) -> flowlib.KVStore:
+    """The same K, V and fields on a device."""
+    scales = None if pool.field_scales is None else pool.field_scales.to(device, copy=True)
+    v = pool.v.to(device, copy=True) if "v" in pool.given else None
+    fields = {name: field.to(device, copy=True) for name, field in pool.fields.items()}
+    return flowlib.KVStore(pool.plan, pool.k.to(device, copy=True), v, fields, scales)
+
+
 def with_update(
-    plan: flowlib.Plan, q: torch.Tensor, pool: flowlib.PagedPool, batch: flowlib.Batch, impl: str
+    plan: flowlib.Plan, q: torch.Tensor, pool: flowlib.KVStore, batch: flowlib.Batch, impl: str
 ) -> torch.Tensor:
     """The attention of a step that first updates the pages its rows finish; in Triton in as few launches as it can."""
     page, last = plan.spec.page_size, (batch.seq_lens - 1).clamp(min=0).long()
@@ -91,7 +104,8 @@ def with_update(
 
 
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.float() - want.float()).norm() / want.float().norm())
+    got, want = got.cpu().float(), want.cpu().float()
+    return float((got - want).norm() / want.norm())
 
 
 def select_wide(device: str) -> bool:
@@ -104,8 +118,8 @@ def select_wide(device: str) -> bool:
         num_kv_heads=2, lanes=1, page_size=_PAGE, bos=1, eos=1, top_k=10, ratio_q16=0, dense_below=0, scored=True,
         bins=torch.zeros(1, 2, scratch_of(_WIDE, 10)["bins"], dtype=torch.int32, device=device),
     )  # fmt: skip
-    best = scores[:, 0, 1:-1].topk(10).indices.sort().values + 1
-    return torch.equal(pages[0, :, 1:-1].long(), best) and lengths.tolist() == [[12, 12]]
+    best = scores.cpu()[:, 0, 1:-1].topk(10).indices.sort().values + 1
+    return torch.equal(pages[0, :, 1:-1].cpu().long(), best) and lengths.tolist() == [[12, 12]]
 
 
 def select_above(device: str) -> bool:
@@ -122,40 +136,44 @@ def select_above(device: str) -> bool:
             lanes=1, page_size=_PAGE, bos=0, eos=0, top_k=1 << 30, ratio_q16=0, dense_below=0, scored=True,
             counts=scratch,
         )  # fmt: skip
-        found.append(pages)
-    best = [torch.nonzero(row[0] > 0)[:, 0] for row in scores]
+        found.append(pages.cpu())
+    best = [torch.nonzero(row[0] > 0)[:, 0] for row in scores.cpu()]
     return all(torch.equal(pages[0, h, : len(own)].long(), own) for pages in found for h, own in enumerate(best))
 
 
 def decode_entmax(device: str) -> bool:
     """Whether an entmax row with more tokens than registers hold is right, by either selection."""
     generator = torch.Generator().manual_seed(3)
-    k, v, q = (torch.randn(1, 2, n, 32, generator=generator).half().to(device) for n in (4500, 4500, 1))
-    cache = flowlib.PagedKVCache(page_size=_PAGE, stats=("topk", "gaussian"))
-    cache.initialize(k, v)
-    kept: dict[str, list[torch.Tensor]] = {"triton": [], "reference": []}
-    for impl, outs in kept.items():
-        outs += [torch.empty_like(q), torch.empty_like(q)]
-        topk_decode(q, cache, None, None, outs[0], 270, append_cache=False, impl=impl)
-        gaussian_decode(q, cache, None, None, outs[1], impl=impl)
-    return all(_error(*pair) <= _RELATIVE_ERROR for pair in zip(*kept.values(), strict=True))
+    k, v, q = (torch.randn(1, 2, n, 32, generator=generator).half() for n in (4500, 4500, 1))
+    answers = []
+    for impl, where in (("triton", device), ("reference", "cpu")):
+        cache = flowlib.PagedKVCache(page_size=_PAGE, stats=("topk", "gaussian"))
+        cache.initialize(k.to(where), v.to(where))
+        queries = q.to(where)
+        outs = [torch.empty_like(queries), torch.empty_like(queries)]
+        topk_decode(queries, cache, None, None, outs[0], 270, append_cache=False, impl=impl)
+        gaussian_decode(queries, cache, None, None, outs[1], impl=impl)
+        answers.append(outs)
+    return all(_error(*pair) <= _RELATIVE_ERROR for pair in zip(*answers, strict=True))
 
 
 def prefill_latents(device: str) -> bool:
     """Whether new tokens over two chunks of latents attend as in the reference."""
     generator = torch.Generator().manual_seed(4)
-    q, k, v = (torch.randn(6, 2, n, generator=generator).bfloat16().to(device) for n in (80, 80, 64))
-    cache = torch.randn(4, _PAGE, 96, generator=generator).bfloat16().to(device)
-    weight = (torch.randn(80, 2 * (64 + 64), generator=generator) / 9).bfloat16().to(device)
-    context = mla.build_chunked_context([37, 4], [0, 3, 6], 2 * _PAGE, _PAGE, device=device)
-    table = torch.tensor([[3, 0, 2], [1, 1, 1]], dtype=torch.int32, device=device)
-    got, want = (
-        mla.chunked_prefill(
-            q, k, v, cache, table, context, mla.up_projection(weight, 2, 64), scale=0.1, impl=impl, attention=impl
-        ).o
-        for impl in ("triton", "reference")
-    )
-    return _error(got, want) <= _RELATIVE_ERROR
+    q, k, v = (torch.randn(6, 2, n, generator=generator).bfloat16() for n in (80, 80, 64))
+    cache = torch.randn(4, _PAGE, 96, generator=generator).bfloat16()
+    weight = (torch.randn(80, 2 * (64 + 64), generator=generator) / 9).bfloat16()
+    table = torch.tensor([[3, 0, 2], [1, 1, 1]], dtype=torch.int32)
+    answers = []
+    for impl, where in (("triton", device), ("reference", "cpu")):
+        context = mla.build_chunked_context([37, 4], [0, 3, 6], 2 * _PAGE, _PAGE, device=where)
+        up = mla.up_projection(weight.to(where), 2, 64)
+        done = mla.chunked_prefill(
+            q.to(where), k.to(where), v.to(where), cache.to(where), table.to(where), context, up, scale=0.1, impl=impl,
+            attention=impl,
+        )  # fmt: skip
+        answers.append(done.o)
+    return _error(*answers) <= _RELATIVE_ERROR
 
 
 def plan_pages(device: str) -> bool:

@@ -15,7 +15,9 @@ import triton.language as tl
 from flowlib.kernels.ordered import compacted, key_of, put, scores_of, value_of
 from flowlib.kernels.pdl import begin, options
 
-_BLOCK, _WARPS = 1024, 4  # pages of a program; many small ones, since each waits for its loads once
+_BLOCK, _WARPS = 1024, 4  # pages of a program: many small ones, since each waits for its loads once,
+_LARGE_BLOCK, _LARGE_WARPS = 4096, 8  # and larger ones where those are more
+_PROGRAMS = 1024  # than a large GPU runs at once
 _BITS = tl.constexpr(8)
 _BINS = tl.constexpr(256)
 _ROUNDS = tl.constexpr(4)
@@ -185,9 +187,12 @@ def launch_select_wide(
             zero before the first call; each leaves the histograms zero again.
         vectors: whether scores can be read in vectors past a row's end.
     """
-    lists, blocks, capacity = lengths.numel(), triton.cdiv(width, _BLOCK), pages.shape[-1]
+    lists, capacity, block, warps = lengths.numel(), pages.shape[-1], _BLOCK, _WARPS
+    if lists * triton.cdiv(width, block) > _PROGRAMS:
+        block, warps = _LARGE_BLOCK, _LARGE_WARPS
+    blocks = triton.cdiv(width, block)
     how = dict(
-        H=num_kv_heads, LANES=lanes, PAGE=page_size, VECTORS=vectors, BW=_BLOCK, num_warps=_WARPS, num_stages=1,
+        H=num_kv_heads, LANES=lanes, PAGE=page_size, VECTORS=vectors, BW=block, num_warps=warps, num_stages=1,
         **options(pdl),
     )  # fmt: skip
     words, limits = bins.shape[-1], (full_pages, dense_below, narrow)
@@ -195,7 +200,7 @@ def launch_select_wide(
     for i_round in range(_ROUNDS.value):
         digit_kernel[(lists, blocks)](*searched, ROUND=i_round, **how)
     count_kernel[(lists, blocks)](*searched, **how)
-    write_kernel[(lists, triton.cdiv(max(width, capacity), _BLOCK))](
+    write_kernel[(lists, triton.cdiv(max(width, capacity), block))](
         scores, seq_lens, page_table, bins, pages, physical, lengths, *scores.stride(),
         0 if page_table is None else page_table.stride(0), words, width, capacity, bos, eos, *limits,
         PHYSICAL=physical is not None, BN=max(_FEWEST_COUNTS, triton.next_power_of_2(blocks)), **how,

@@ -105,15 +105,16 @@ def test_select(width, spills, target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("width", [32_768, 65_536, 2**20])
-def test_select_from_rows_that_programs_share(width, target):
-    """As dependent launches where the target has them; one kernel a launch for all rows and tables up to 65,536."""
+def test_select_from_rows_that_programs_share(width, rows, target):
+    """As dependent launches where the target has them, in small and in large blocks."""
     with compile_only(target) as kernels:
         select.launch_select(
-            torch.empty(BS * 8, 1, width), ints(BS), ints(BS, 8, SELECTED), ints(BS, 8), num_kv_heads=8, lanes=1,
-            page_size=16, bos=1, eos=1, top_k=128, ratio_q16=0, dense_below=0, scored=True, width=width,
-            page_table=ints(BS, width), physical=ints(BS, 8, SELECTED),
-            bins=ints(BS, 8, select.scratch_of(width, 128)["bins"]), pdl=target != "sm_80",
+            torch.empty(rows * 8, 1, width), ints(rows), ints(rows, 8, SELECTED), ints(rows, 8),
+            num_kv_heads=8, lanes=1, page_size=16, bos=1, eos=1, top_k=128, ratio_q16=0, dense_below=0, scored=True,
+            width=width, page_table=ints(rows, width), physical=ints(rows, 8, SELECTED),
+            bins=ints(rows, 8, select.scratch_of(width, 128)["bins"]), pdl=target != "sm_80",
         )  # fmt: skip
     assert [k.name for k in kernels] == ["select_kernel", *["digit_kernel"] * 4, "count_kernel", "write_kernel"]
     judge(kernels[1:], target, {"digit_kernel", "count_kernel", "write_kernel"})

@@ -65,6 +65,15 @@ def test_lists_are_those_of_one_program(top_k, more, request, device):
         assert torch.equal(found, want)
 
 
+def test_larger_blocks_where_there_are_many_rows(monkeypatch, narrow, device):
+    given, bins = problem(MANY, 3, device), scratch(len(MANY), HEADS * LANES, WIDTH, 20, device)
+    wanted = selected(*given, 20, bins)
+    monkeypatch.setattr(select_wide, "_PROGRAMS", 4)
+    monkeypatch.setattr(select_wide, "_LARGE_BLOCK", 256)
+    for found, want in zip(selected(*given, 20, bins), wanted, strict=True):
+        assert torch.equal(found, want)
+
+
 def test_the_scratch_serves_call_after_call(narrow, device):
     """Other rows, other budgets, fewer rows: whatever was there, histograms are zero again."""
     bins = scratch(len(MANY), HEADS * LANES, WIDTH, 5, device)
