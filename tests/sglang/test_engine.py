@@ -180,3 +180,33 @@ def test_two_ranks_attend_to_their_own_heads(tiny_model, prompts, dense, tmp_pat
         for line in trace:
             for layer in line["layers"].values():
                 assert layer["attended"] == [[pages] for pages in line["cached"]]
+
+
+@pytest.mark.parametrize("page", [1, 64])
+def test_pages_of_other_sizes(page, tiny_model, prompts, dense, tmp_path):
+    """A covering budget gives the dense tokens, a small one attends to its pages, and summaries are what K gives."""
+    env = with_plugin(tmp_path, "page_check") | {"PAGE_CHECK_REPORT": str(tmp_path / "report.jsonl")}
+    options = {"model_path": str(tiny_model), "page_size": page, "chunked_prefill_size": 256, "flow": QUEST}
+    covering = generate(tmp_path / "all", waves(prompts), env, flow_config={"top_k": 1500 // page}, **options)
+    assert tokens(covering) == tokens(dense)
+    report = read_trace(tmp_path / "report.jsonl")
+    assert sum(line["pages"] for line in report) > 0
+    assert [line["wrong"] for line in report] == [0] * len(report)
+    config = {"top_k": 3, "bos": 1, "eos": 1, "trace": str(tmp_path / "trace.jsonl")}
+    generate(tmp_path / "few", waves(prompts)[:1], flow_config=config, **options)
+    for line in read_trace(tmp_path / "trace.jsonl"):
+        for layer in line["layers"].values():
+            assert layer["attended"] == [[5, 5]] * len(line["cached"])
+
+
+def test_data_parallel_schedulers_share_the_requests(sglang, tiny_model, prompts, dense, tmp_path):
+    """Two schedulers with a pool and fields each; a budget that covers everything gives dense tokens."""
+    cores = {"0.5.16": "0-1", "0.5.23": "0|1"}[sglang.version]  # of each scheduler
+    env = sglang.environment({**os.environ, "SGLANG_CPU_OMP_THREADS_BIND": cores})
+    answers = generate(
+        tmp_path, waves(prompts), env, model_path=str(tiny_model), dp_size=2, flow=QUEST, flow_config={"top_k": 90},
+        chunked_prefill_size=256,
+    )  # fmt: skip
+    assert tokens(answers) == tokens(dense)
+    states = json.loads((tmp_path / "info.json").read_text())["internal_states"]
+    assert len(states) == 2
