@@ -32,7 +32,6 @@ console = Console() if Console().is_terminal else Console(width=150)
 async def soak(server: Server, mix: Mix, concurrency: int) -> Outcome:
     """Probes alone, then everything at once, then the checks of an idle server."""
     outcome = Outcome()
-    longest_dense = await asyncio.to_thread(soak_truth.sparse_above, server.url)
     async with Asker(server.url, mix.vocabulary) as asker:
         outcome.alone = [await asker.probe(probe) for probe in mix.probes]
         watching = asyncio.create_task(asker.watch_usage(outcome))
@@ -49,12 +48,19 @@ async def soak(server: Server, mix: Mix, concurrency: int) -> Outcome:
         outcome.busy = await server.look()
         await asker.flush()
         outcome.idle = await server.look()
-    settings, whole = server.settings, outcome.of("plain", "stream", "probe")
-    outcome.compared = await asyncio.to_thread(
-        soak_truth.compare, server.model, whole, longest_dense, settings.dtype, settings.device
-    )
+        outcome.compared = await compared(server, asker, outcome)
     outcome.killed = await asyncio.to_thread(server.kill_scheduler)
     return outcome
+
+
+async def compared(server: Server, asker: Asker, outcome: Outcome) -> soak_truth.Compared:
+    """Answers given under load, scored anew by the idle server's prefill, and both against the truth."""
+    answers, settings = soak_truth.taken(outcome.of("plain", "stream", "probe")), server.settings
+    prefilled = [await asker.prefilled(answer.request.prompt, answer.tokens) for answer in answers]
+    longest_dense = await asyncio.to_thread(soak_truth.sparse_above, server.url)
+    return await asyncio.to_thread(
+        soak_truth.compare, server.model, answers, prefilled, longest_dense, settings.dtype, settings.device
+    )
 
 
 def main(

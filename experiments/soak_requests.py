@@ -172,6 +172,21 @@ class Asker:
                     continue
         return parse(request, response.status, last)
 
+    async def prefilled(self, prompt: list[int], tokens: list[int]) -> list[float]:
+        """Log probabilities of the tokens behind a prompt by prefill, which is dense. Raises RuntimeError."""
+        body = {
+            "input_ids": prompt + tokens, "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
+            "return_logprob": True, "logprob_start_len": len(prompt) - 1,
+        }  # fmt: skip
+        async with self._session.post(f"{self.url}/generate", json=body) as response:
+            text = await response.text()
+            if response.status != 200:
+                raise RuntimeError(f"the server did not score an answer: {response.status} {text[:300]}")
+        entries = json.loads(text)["meta_info"]["input_token_logprobs"][-len(tokens) :]
+        if [entry[1] for entry in entries] != tokens:
+            raise RuntimeError(f"the server scored tokens {[entry[1] for entry in entries]}, expected {tokens}")
+        return [entry[0] for entry in entries]
+
     async def flush(self) -> None:
         """Empties the radix cache. Raises RuntimeError if the server does not."""
         async with self._session.post(f"{self.url}/flush_cache") as response:

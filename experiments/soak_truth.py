@@ -9,7 +9,6 @@ from pathlib import Path
 
 import bench_serving_gate as gate
 import numpy as np
-import torch
 from soak_requests import Answer
 
 ANSWERS = 48
@@ -21,8 +20,9 @@ class Compared:
     """What was found.
 
     Args:
-        error: the largest distance of a token's log probability from the truth.
-        allowed: how far dense attention in the served dtype may be off, as in the serving benchmark's gate.
+        error: the largest distance of a decoded token's log probability from the truth.
+        allowed: twice that of the same tokens' by the server's own prefill, which is dense, and one rounding of the
+            largest logit: as in the serving benchmark's gate.
         answers, steps: how much was compared.
         covered: the flow's budget covers all of it, so that attention should be dense; else pages were left out.
     """
@@ -45,29 +45,33 @@ def sparse_above(url: str) -> int:
         return json.load(response)["flow_served"]["sparse_above_tokens"]
 
 
-def compare(model: Path, answers: list[Answer], longest_dense: int, dtype: str, device: str) -> Compared:
-    """The decoded tokens' log probabilities against those of the model, by transformers.
+def taken(answers: list[Answer]) -> list[Answer]:
+    """The first :data:`ANSWERS` whole answers that have a decoded token.
+
+    Those with the vocabulary's last token are left out: SGLang scores token 0 in its place.
+    """
+    whole = (a for a in answers if len(a.tokens) > 1 and len(a.logprobs) == len(a.tokens))
+    return [a for a in whole if gate.VOCABULARY - 1 not in a.tokens][:ANSWERS]
+
+
+def compare(
+    model: Path, answers: list[Answer], prefilled: list[list[float]], longest_dense: int, dtype: str, device: str
+) -> Compared:
+    """The decoded tokens' log probabilities against those of the model in float64, by transformers.
 
     Args:
         model: its folder.
-        answers: whole answers; the first :data:`ANSWERS` with a decoded token are taken.
+        answers: what :func:`taken` gives.
+        prefilled: of each answer, the log probabilities of all its tokens by the server's prefill.
         longest_dense: tokens of the longest request that the flow attends to in full.
         dtype: what was served.
         device: where the truth is computed.
     """
-    taken = [a for a in answers if len(a.tokens) > 1 and len(a.logprobs) == len(a.tokens)][:ANSWERS]
-    asked = [{"prompt": a.request.prompt, "force": a.tokens} for a in taken]
-    wanted, largest = gate.truth(model, asked, device=device)
-    dense, _ = gate.truth(model, asked, dtype=getattr(torch, dtype), device=device)
-    got = [np.array(a.logprobs[1:]) for a in taken]
-    chosen = [_of_tokens(rows, a) for rows, a in zip(wanted, taken, strict=True)]
-    twin = [_of_tokens(rows, a) for rows, a in zip(dense, taken, strict=True)]
-    allowed = gate.tolerance(gate.distance(twin, chosen), largest, dtype)
-    lengths = [len(a.request.prompt) + len(a.tokens) for a in taken]
-    steps = sum(len(rows) for rows in chosen)
-    return Compared(gate.distance(got, chosen), allowed, len(taken), steps, max(lengths) <= longest_dense)
-
-
-def _of_tokens(rows: np.ndarray, answer: Answer) -> np.ndarray:
-    """Of log probabilities ``[steps, vocabulary]``, those of the answer's tokens after the first."""
-    return rows[np.arange(len(rows)), answer.tokens[1:]]
+    asked = [{"prompt": a.request.prompt, "force": a.tokens} for a in answers]
+    rows, largest = gate.truth(model, asked, device=device)
+    truth = [r[np.arange(len(r)), a.tokens[1:]] for r, a in zip(rows, answers, strict=True)]
+    decoded, dense = ([np.array(x[1:]) for x in found] for found in ((a.logprobs for a in answers), prefilled))
+    allowed = gate.tolerance(gate.distance(dense, truth), largest, dtype)
+    lengths = [len(a.request.prompt) + len(a.tokens) for a in answers]
+    steps = sum(len(row) for row in truth)
+    return Compared(gate.distance(decoded, truth), allowed, len(answers), steps, max(lengths) <= longest_dense)

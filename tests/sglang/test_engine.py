@@ -210,3 +210,26 @@ def test_data_parallel_schedulers_share_the_requests(sglang, tiny_model, prompts
     assert tokens(answers) == tokens(dense)
     states = json.loads((tmp_path / "info.json").read_text())["internal_states"]
     assert len(states) == 2
+
+
+def test_an_fp8_pool_is_served(tiny_model, prompts, tmp_path):
+    """Against stock Triton decoding over the same pool, and in both implementations; Triton's own interpreter rounds
+    bfloat16 wrong, so SGLang's kernels run in the repaired one."""
+    env = with_plugin(tmp_path, "interpreter_repair") | {"TRITON_INTERPRET": "1"}
+    options = {"model_path": str(tiny_model), "page_size": PAGE, "dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}
+    wave = [[[prompts[0][:70], prompts[1][:101]], 8]]
+
+    def flow(top_k, impl):
+        config = {"top_k": top_k, "impl": impl, "dense_below": 0}
+        return tokens(
+            generate(
+                tmp_path / f"{impl}{top_k}", wave, env, flow=QUEST, flow_config=config,
+                prefill_attention_backend="triton", **options,
+            )
+        )  # fmt: skip
+
+    stock = tokens(generate(tmp_path / "dense", wave, env, attention_backend="triton", **options))
+    assert flow(90, "triton") == stock
+    few = flow(2, "triton")
+    assert few == flow(2, "reference")
+    assert few != stock
