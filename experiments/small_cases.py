@@ -1,13 +1,13 @@
-"""One small case of each kernel that a flow, entmax decoding or latent prefill launches, for tools that watch memory.
+"""One small case of each hand-written kernel, and of the generated ones of every flow, for tools that watch memory.
 
     compute-sanitizer --tool memcheck python experiments/small_cases.py
     compute-sanitizer --tool racecheck python experiments/small_cases.py --flow quest --flow block_sparse
 
 Every registered flow writes a pool, updates its fields, and steps in Triton over rows of odd lengths whose pages are
 scattered, a row of one token and an empty one among them: with fields updated beforehand, in the launch that scores,
-and beside attention to a table of short rows. So do rows wider than registers hold, an entmax row of many tokens, and a
-prefill in chunks. Results are compared with the reference, so that a run says that the kernels ran; it runs on the CPU,
-since racecheck takes minutes for a sort of torch's.
+and beside attention to a table of short rows. Further cases launch what these do not: rows wider than registers hold,
+many tokens of entmax, long rows' moments, ops along the pages, a prefill in chunks. Results are compared with the
+reference, so that a run says that the kernels ran; it runs on the CPU, since racecheck takes minutes for torch's sort.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ import flowlib
 from flowlib import mla
 from flowlib.entmax import gaussian_decode, topk_decode
 from flowlib.errors import FlowlibError, OptionError
+from flowlib.kernels.gaussian import launch_gaussian_tau, parts_of
+from flowlib.kernels.pages import launch_conv1d, launch_normalize
 from flowlib.kernels.planning import launch_page_table
 from flowlib.kernels.select import launch_select, scratch_of
 from flowlib.kernels.select_above import counted_blocks
 
 LENGTHS = (0, 1, 37, 130, 259)
-_PAGE, _TOKENS, _WIDE = 16, 304, 20_000
+_PAGE, _TOKENS, _LONG, _WIDE = 16, 304, 5_000, 20_000
 _K_AND_V: dict[str, Any] = {"head_dim": 64, "group_size": 4, "num_kv_heads": 2}
 _LATENT: dict[str, Any] = {"kv_lora_rank": 64, "head_dim": 80, "group_size": 20, "num_kv_heads": 1, "scale": 0.1}
+_SUMS = 1e-5  # fp32 against fp32: sums of 5,000 terms in another order
 _RELATIVE_ERROR = 0.05  # bf16 against fp32: a kernel that reads the wrong memory is off by far more
 
 
@@ -157,6 +160,45 @@ def decode_entmax(device: str) -> bool:
     return all(_error(*pair) <= _RELATIVE_ERROR for pair in zip(*answers, strict=True))
 
 
+def sum_in_parts(device: str) -> bool:
+    """Whether a threshold is the same from moments that many programs sum and from those of one."""
+    generator = torch.Generator().manual_seed(5)
+    mu, sigma = (torch.rand(2, 3, _LONG, generator=generator).to(device) for _ in range(2))
+    lengths = torch.tensor([_LONG * _PAGE], dtype=torch.int32, device=device)
+    parts = torch.empty(2, 3, parts_of(_LONG), 3, device=device)
+    taus = [torch.empty(2, 3, device=device) for _ in range(2)]
+    for tau, moments in zip(taus, (parts, None), strict=True):
+        launch_gaussian_tau(
+            mu, sigma, tau, lengths, num_kv_heads=2, page_size=_PAGE, bos=0, eos=1, alpha=1.5, safety_margin_z=0.5,
+            excess=0.1, mixture=False, moments=moments,
+        )  # fmt: skip
+    return _error(*taus) <= _SUMS
+
+
+def along_pages(device: str) -> bool:
+    """Whether a convolution and both norms over the scored pages of rows of odd lengths are right."""
+    x = torch.rand(len(LENGTHS) * 2, 3, _TOKENS, generator=torch.Generator().manual_seed(6))
+    lengths, weight = torch.tensor(LENGTHS, dtype=torch.int32), (0.25, 0.5, 0.125)
+    bounds: dict[str, Any] = {"num_kv_heads": 2, "page_size": 1, "bos": 1, "eos": 2}
+    wanted, found = [torch.zeros_like(x) for _ in range(3)], []
+    for row, own in enumerate(x):
+        first, last = 1, LENGTHS[row // 2] - 2
+        if last > first:
+            part = own[:, first:last]
+            wanted[0][row, :, first:last] = part / part.sum(1, keepdim=True)
+            wanted[1][row, :, first:last] = part / part.norm(dim=1, keepdim=True)
+            kernel = torch.tensor(weight)[None, None]
+            wanted[2][row, :, first:last] = torch.nn.functional.conv1d(part[:, None], kernel, padding=1)[:, 0]
+    there, y = x.to(device), torch.zeros(x.shape, device=device)
+    for squared in (False, True):
+        launch_normalize(there, y, lengths.to(device), squared=squared, **bounds)
+        found.append(y.cpu())
+        y = torch.zeros_like(y)
+    launch_conv1d(there, y, lengths.to(device), weight=weight, **bounds)
+    found.append(y.cpu())
+    return max(_error(*pair) for pair in zip(found, wanted, strict=True)) <= _SUMS
+
+
 def prefill_latents(device: str) -> bool:
     """Whether new tokens over two chunks of latents attend as in the reference."""
     generator = torch.Generator().manual_seed(4)
@@ -188,7 +230,8 @@ def plan_pages(device: str) -> bool:
 
 CASES = {
     "wide rows": select_wide, "rows without a budget": select_above, "page table": plan_pages,
-    "long entmax rows": decode_entmax, "prefill in chunks": prefill_latents,
+    "long entmax rows": decode_entmax, "long rows' moments": sum_in_parts, "ops along the pages": along_pages,
+    "prefill in chunks": prefill_latents,
 }  # fmt: skip
 
 

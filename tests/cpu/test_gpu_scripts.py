@@ -1,5 +1,6 @@
 """Scripts that are for a GPU: small cases interpreted, and what they say where there is none."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 import typer
 from typer.testing import CliRunner
+
+import flowlib
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
@@ -32,6 +35,29 @@ def test_small_cases_of_a_flow_are_right(run):
     assert "block_sparse_attention (float8 summaries): ok" in done.output
     for case in ("wide rows", "rows without a budget", "page table", "long entmax rows", "prefill in chunks"):
         assert f"{case}: ok" in done.output
+
+
+def test_every_hand_written_kernel_has_a_case(run, monkeypatch):
+    """The flows are those whose steps have a kernel that no other one has."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launched, stock = set(), GridExecutor.__call__
+
+    def call(self, *args, **kwargs):
+        launched.add(self.fn.__name__)
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", call)
+    flows = ("centered_block_sparse_attention", "entmax_gaussian_attention", "gqa_block_sparse_attention", "quest_mla")
+    done = run("small_cases", "--device", "cpu", *(f"--flow={name}" for name in (*flows, "twilight_attention")))
+    assert done.exit_code == 0, done.output
+    kernels = {
+        name
+        for file in Path(flowlib.__file__).parent.joinpath("kernels").glob("*.py")
+        for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)
+    }
+    assert len(kernels) > 20
+    assert kernels - launched == set()
 
 
 def test_a_wrong_kernel_is_seen(run, monkeypatch):
