@@ -181,21 +181,9 @@ def measure(
     reuse = (len(scene.caches) - 1) * moved / l2
     numbers = (float(counts.float().mean()), int(counts.max()), -(-scene.work.tokens // plan.spec.page_size))
     return Row(
-        scene.options.method,
-        scene.work.batch,
-        scene.work.tokens,
-        scene.options.standard,
-        step,
-        full,
-        stages,
-        softmax,
-        numbers,
-        float(info[0].certified.float().mean()),
-        moved,
-        dense_bytes(plan.spec, [scene.work.tokens] * scene.work.batch),
-        read_bandwidth,
-        len(scene.caches),
-        reuse,
+        scene.options.method, scene.work.batch, scene.work.tokens, scene.options.standard, step, full, stages, softmax,
+        numbers, float(info[0].certified.float().mean()), moved,
+        dense_bytes(plan.spec, [scene.work.tokens] * scene.work.batch), read_bandwidth, len(scene.caches), reuse,
     ), refused
 
 
@@ -311,3 +299,5 @@ def _is_compiled(spec: flowlib.Spec) -> bool:
 
 def _bound(call: Call, cache: PagedKVCache) -> Callable[[], object]:
     return lambda: call(cache)
+
+

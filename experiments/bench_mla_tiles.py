@@ -192,7 +192,9 @@ def prefill_case(device: str, new: int, keys: int, heads: int, sizes: Sizes) -> 
     return Case("prefill", name, launch, (usual, 1), (1,), 1, errors, "TFLOP/s", flops / 1e12)
 
 
-def _error(o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[float, float]:
+def _error(
+    o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[float, float]:
     """Relative error of o in the 2-norm, and twice that of a plain evaluation with rounded weights and o."""
     scores = k @ q.double() * scale
     exact = scores.softmax(0) @ v

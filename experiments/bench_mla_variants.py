@@ -178,7 +178,9 @@ class Absorbed:
     def absorb(self) -> None:
         """Queries for latents."""
         sizes, q = self.problem.shape.sizes, self.problem.q
-        torch.bmm(q[..., : sizes.nope].transpose(0, 1), self.into, out=self.queries[..., : sizes.rank].transpose(0, 1))
+        torch.bmm(
+            q[..., : sizes.nope].transpose(0, 1), self.into, out=self.queries[..., : sizes.rank].transpose(0, 1)
+        )
         self.queries[..., sizes.rank :] = q[..., sizes.nope :]
 
     def attend(self, cache: torch.Tensor) -> torch.Tensor | None:

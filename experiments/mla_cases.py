@@ -253,7 +253,9 @@ def merged(
     return o, total
 
 
-def gathered(cache: torch.Tensor, table: torch.Tensor, lens: Sequence[int], starts: Sequence[int]) -> torch.Tensor:
+def gathered(
+    cache: torch.Tensor, table: torch.Tensor, lens: Sequence[int], starts: Sequence[int]
+) -> torch.Tensor:
     """Rows ``starts[b] .. starts[b] + lens[b]`` of every request, one after the other."""
     page = cache.shape[1]
     rows = [

@@ -184,7 +184,9 @@ def selected_scores(
     return Tokens(scores.masked_fill(~attended, float("-inf")), physical)
 
 
-def _physical(logical: torch.Tensor, owned: torch.Tensor, block_table: torch.Tensor, num_blocks: int) -> torch.Tensor:
+def _physical(
+    logical: torch.Tensor, owned: torch.Tensor, block_table: torch.Tensor, num_blocks: int
+) -> torch.Tensor:
     """Physical pages of those `owned`, else 0: entries past a row's pages may be anything."""
     if block_table.shape[1] == 0:
         return torch.zeros_like(logical)

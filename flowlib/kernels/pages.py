@@ -175,15 +175,7 @@ def filter_kernel(
 
 
 def launch_reduce(
-    x: Any,
-    y: Any,
-    seq_lens: Any,
-    *,
-    num_kv_heads: int,
-    page_size: int,
-    bos: int,
-    eos: int,
-    reduction: str,
+    x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, reduction: str,
     pdl: bool = False,
 ) -> None:
     """Reduces x fp32 ``[R, n, W]`` over the scored pages into y fp32 ``[R, n]``.
@@ -200,15 +192,7 @@ def launch_reduce(
 
 
 def launch_normalize(
-    x: Any,
-    y: Any,
-    seq_lens: Any,
-    *,
-    num_kv_heads: int,
-    page_size: int,
-    bos: int,
-    eos: int,
-    squared: bool,
+    x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, squared: bool,
     pdl: bool = False,
 ) -> None:
     """y = x / sum(x), or x / sqrt(sum(x * x)), over the scored pages of fp32 ``[R, n, W]``; reserved pages get 0.
@@ -242,15 +226,7 @@ def launch_conv1d(
 
 
 def launch_keep_top(
-    x: Any,
-    y: Any,
-    seq_lens: Any,
-    *,
-    num_kv_heads: int,
-    page_size: int,
-    bos: int,
-    eos: int,
-    k: int,
+    x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, k: int,
     pdl: bool = False,
 ) -> None:
     """y = x at the k best scored pages of fp32 ``[R, n, W]``, ties to the lower page, else -inf. y may be x."""

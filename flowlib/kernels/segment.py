@@ -59,15 +59,7 @@ def softmax_kernel(
 
 
 def launch_softmax(
-    x: Any,
-    y: Any,
-    seq_lens: Any,
-    *,
-    num_kv_heads: int,
-    page_size: int,
-    bos: int,
-    eos: int,
-    scale: float,
+    x: Any, y: Any, seq_lens: Any, *, num_kv_heads: int, page_size: int, bos: int, eos: int, scale: float,
     pdl: bool = False,
 ) -> None:
     """``y = softmax(scale * x)`` over the scored pages ``[bos, S - eos)`` of every row.

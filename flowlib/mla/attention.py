@@ -150,7 +150,9 @@ def run(
             lse[first:end] = float("-inf")
 
 
-def check_qkv(what: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_queries: int, num_keys: int) -> None:
+def check_qkv(
+    what: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_queries: int, num_keys: int
+) -> None:
     """Raises unless q, k and v fit each other and the rows of a batch."""
     check_tensor(what, "q", q, "Tq H D", (num_queries, None, None), _FLOATS)
     check_tensor(what, "k", k, "Tk H D", (num_keys, *q.shape[1:]), q.dtype, q.device)

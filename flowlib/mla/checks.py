@@ -21,7 +21,9 @@ def check_impl(what: str, impl: str, device: torch.device) -> None:
     if impl == "triton" and device.type == "cpu":
         interpreter.install()
     elif impl == "triton" and device.type != "cuda":
-        raise BackendError(f"{what}: impl='triton' on {device.type} tensors: expected cuda, or CPU tensors interpreted")
+        raise BackendError(
+            f"{what}: impl='triton' on {device.type} tensors: expected cuda, or CPU tensors interpreted"
+        )
 
 
 def check_tensor(

@@ -40,7 +40,9 @@ def lse_factor(
     return _factors[key]
 
 
-def _measured(name: str, runner: Runner, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> float:
+def _measured(
+    name: str, runner: Runner, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]
+) -> float:
     """Three requests: one key, whose log-sum-exp is its score; two equal keys: log 2 more; a score of 0: 0."""
     size, v_size = head_dims
     batch = RaggedBatch.of((0, 1, 2, 3), (0, 1, 3, 4), device)

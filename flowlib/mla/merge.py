@@ -123,7 +123,9 @@ def _limit(given: int | None, tokens: int) -> int:
     return given
 
 
-def _check_lse(name: str, lse: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+def _check_lse(
+    name: str, lse: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> None:
     tokens, heads = shape[:2]
     if isinstance(lse, torch.Tensor) and tuple(lse.shape) == (heads, tokens) != (tokens, heads):
         raise FormatError(

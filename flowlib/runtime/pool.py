@@ -157,7 +157,9 @@ class KVStore:
             _check_written(name, value, (len(loc), spec.num_kv_heads, size), self.device)
         self.plan.prepare(impl, self.device)
         slots = loc.to(torch.int64).contiguous()
-        stored = {n: _stored(x, spec.v_scale if n == "v" else spec.k_scale, spec.kv_dtype) for n, x in given.items()}
+        stored = {
+            n: _stored(x, spec.v_scale if n == "v" else spec.k_scale, spec.kv_dtype) for n, x in given.items()
+        }
         for name, value in stored.items():
             self.given[name][slots] = value
         self.plan.update(self, slots, impl=impl)

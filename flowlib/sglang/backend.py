@@ -8,7 +8,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 import flowlib
 from flowlib.core.errors import BackendError
-from flowlib.sglang import PLUGIN_NAME, counters, graphs, ledger, mla_prefill, refusals
+from flowlib.sglang import PLUGIN_NAME, counters, ledger, mla_prefill, refusals
 from flowlib.sglang.counters import Counters
 from flowlib.sglang.leave import leaving_with_reason
 from flowlib.sglang.pages import KernelSteps, Step, torch_step
@@ -44,6 +44,11 @@ class FlowBackend(AttentionBackend):
     Args:
         runner: SGLang's ``ModelRunner``, whose pool keeps the flow's fields.
 
+    Attributes:
+        short_tokens: batches of at most so many tokens a request have CUDA graphs of their own
+            (:mod:`flowlib.sglang.graphs`); 0 where there are none.
+        captures_short: such a graph is being captured.
+
     Raises:
         BackendError: the pool is not flowlib's, or an attention layer can't be served.
     """
@@ -73,9 +78,9 @@ class FlowBackend(AttentionBackend):
         mla_prefill.check_prefill(prefill, self.setup, runner.model, layers)
         self.trace: Trace | None = open_trace(self.setup)
         self.counters = self._open_counters(args)
-        short = self.setup.short_pages
+        short = self.setup.short_pages if adapter().shares_batch(args) else 0
+        self.short_tokens, self.captures_short = short * facts.page_size, False
         self.steps = KernelSteps(self.req_to_token_pool.req_to_token, facts.max_pages, facts.page_size, short)
-        graphs.serve(short * facts.page_size)
         for line in self.setup.describe():
             logger.info("flowlib: %s", line)
 
@@ -101,7 +106,7 @@ class FlowBackend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Chooses the buffers of a batch size before its graph is captured; a replay needs nothing from the host."""
         if in_capture:
-            self.step = self.steps.graph_step(forward_batch.batch_size, graphs.is_capturing_short())
+            self.step = self.steps.graph_step(forward_batch.batch_size, self.captures_short)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Lengths and page table of the step, recorded in the graph and computed anew at every replay."""

@@ -15,39 +15,26 @@ SHORT = "flowlib_short"
 """Name of the second graph in SGLang's keys."""
 
 
-class Served:
-    """What this process serves with: set by its backend, and while a graph is captured."""
-
-    tokens = 0
-    capturing = False
-
-
-def serve(tokens: int) -> None:
-    """Asks for graphs of batches of at most so many tokens a request, the step's own included; 0 for none."""
-    Served.tokens = tokens
+def flow_backend(runner: Any) -> Any:
+    """The :class:`flowlib.sglang.backend.FlowBackend` of a runner of decode graphs; ``None`` where batches are not
+    served by one, or short ones have no graphs of their own."""
+    backend = getattr(runner.attn_backend, "decode_backend", runner.attn_backend)
+    return backend if getattr(backend, "short_tokens", 0) else None
 
 
-def asked() -> bool:
-    """Whether short batches have graphs of their own here."""
-    return Served.tokens > 0
-
-
-def is_short(forward_batch: Any) -> bool:
+def is_short(runner: Any, forward_batch: Any) -> bool:
     """Whether a batch of SGLang's can be replayed by the graph of short ones; not where the host lacks its lengths."""
-    lengths = forward_batch.seq_lens_cpu
-    return asked() and lengths is not None and (not lengths.numel() or int(lengths.max()) <= Served.tokens)
+    backend, lengths = flow_backend(runner), forward_batch.seq_lens_cpu
+    if backend is None or lengths is None:
+        return False
+    return not lengths.numel() or int(lengths.max()) <= backend.short_tokens
 
 
 @contextmanager
-def capturing_short() -> Iterator[None]:
-    """What is captured inside is the graph of short batches."""
-    Served.capturing = True
+def capturing_short(backend: Any) -> Iterator[None]:
+    """What is captured inside is the backend's graph of short batches."""
+    backend.captures_short = True
     try:
         yield
     finally:
-        Served.capturing = False
-
-
-def is_capturing_short() -> bool:
-    """Whether the graph of short batches is being captured."""
-    return Served.capturing
+        backend.captures_short = False

@@ -256,6 +256,20 @@ TOUCHED = (
         STABLE,
         reads=("model", "server_args", "token_to_kv_pool", "req_to_token_pool", "device"),
     ),
+    Touch(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner",
+        "the backend that a decode graph is captured with",
+        "read",
+        STABLE,
+        reads=("attn_backend",),
+    ),
+    Touch(
+        "sglang.srt.layers.attention.hybrid_attn_backend.HybridAttnBackend",
+        "the flow's backend beside that of prefill",
+        "read",
+        STABLE,
+        reads=("decode_backend",),
+    ),
     Touch("sglang.srt.runtime_context.get_parallel", "the rank's share of the heads", "call", STABLE),
     Touch(
         "sglang.srt.runtime_context.ParallelContext",
@@ -264,5 +278,7 @@ TOUCHED = (
         STABLE,
         reads=("attn_tp_size", "attn_tp_rank"),
     ),
-    Touch("sglang.srt.model_executor.forward_context.get_token_to_kv_pool", "whether a flow is served", "call", STABLE),
+    Touch(
+        "sglang.srt.model_executor.forward_context.get_token_to_kv_pool", "whether a flow is served", "call", STABLE
+    ),
 )

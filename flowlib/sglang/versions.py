@@ -46,6 +46,14 @@ class Adapter(Protocol):
         """
         ...
 
+    def shares_batch(self, args: Any) -> bool:
+        """Whether all ranks that exchange values decode the same batch, so that they choose the same CUDA graph.
+
+        With data parallel attention they do not: what SGLang's all-reduce has registered of a graph are the buffers of
+        the same graph on the other ranks.
+        """
+        ...
+
     def attention_ranks(self, args: Any) -> int:
         """Over how many ranks the heads of one request are split; `args` are the arguments in effect."""
         ...

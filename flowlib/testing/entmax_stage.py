@@ -73,7 +73,9 @@ def _attention(
     k, v = upcast(scene.k[request][positions, kv_head], scene.v[request][positions, kv_head])
     q, k, v = (x.to(dtype) for x in (run.q[row, heads].cpu().double(), k * spec.k_scale, v * spec.v_scale))
     given = [None] * spec.num_heads if divided is None else [(t, divided) for t in out.tau[row, heads].tolist()]  # type: ignore[index]
-    return entmax_attention(q, k, v, positions, seen - 1, spec, alpha, slopes, weights_dtype, lambda h: given[h])
+    return entmax_attention(
+        q, k, v, positions, seen - 1, spec, alpha, slopes, weights_dtype, lambda h: given[h]
+    )
 
 
 def _judge_certificates(

@@ -62,7 +62,9 @@ class Collected:
     labels: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def add(self, label: str, got: torch.Tensor, truth: torch.Tensor, low: torch.Tensor, step: torch.Tensor) -> None:
+    def add(
+        self, label: str, got: torch.Tensor, truth: torch.Tensor, low: torch.Tensor, step: torch.Tensor
+    ) -> None:
         """Adds tensors of one shape; `label` says where they are from."""
         for values, x in ((self.got, got), (self.truth, truth), (self.low, low), (self.step, step)):
             values.append(x.detach().cpu().to(torch.float64).expand_as(truth).flatten())

@@ -41,7 +41,9 @@ def launch(plan: flowlib.Plan, rows: int = 2) -> None:
     """Everything a decode step launches."""
     spec, executor = plan.spec, plan._executor
     pool = flowlib.PagedPool(plan, num_pages=4)
-    batch = flowlib.Batch(torch.zeros(rows, spec.max_pages, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32))
+    batch = flowlib.Batch(
+        torch.zeros(rows, spec.max_pages, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    )
     q = torch.zeros(rows, spec.num_heads, spec.head_dim, dtype=spec.field_dtype)
     loc = torch.zeros(4, dtype=torch.int64)
     executor.update(pool, loc)

@@ -250,7 +250,9 @@ def test_goals(changes, goal):
 
 def test_saved_json_is_json(tmp_path):
     green = Verdict("gaussian", "1 x 90", "attention", "row 0, head 0", 1e-6, 1e-4, True)
-    result = bench_entmax_report.Result({}, {}, 90, {"read": 4e12, "copy": 3e12}, [row(tokens=90)], verdicts=[green])
+    result = bench_entmax_report.Result(
+        {}, {}, 90, {"read": 4e12, "copy": 3e12}, [row(tokens=90)], verdicts=[green]
+    )
     assert bench_entmax_report.save(result, tmp_path, "gaussian")[1].exists()
     saved = json.loads((tmp_path / "bench_entmax_gaussian.json").read_text())
     assert saved["rows"][0]["floor_ratio"] == 1.0

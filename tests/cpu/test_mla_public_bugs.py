@@ -43,8 +43,7 @@ REPORTS: dict[str, list[tuple[str, str]] | str] = {
     "vLLM #39148": TWO_EMPTY_SIDES,
     "ATOM #1152": TWO_EMPTY_SIDES,
     "vLLM #15492": [
-        (PIECES, "test_merge_with_every_infinity"),
-        (FLASHINFER, "test_merging_a_foreign_kernels_empty_rows"),
+        (PIECES, "test_merge_with_every_infinity"), (FLASHINFER, "test_merging_a_foreign_kernels_empty_rows"),
     ],
     "SGLang #22291": EMPTY_ROWS,
     "SGLang #22688": EMPTY_ROWS,

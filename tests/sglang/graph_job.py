@@ -32,8 +32,12 @@ class Model(torch.nn.Module):
         self.second = RadixAttention(6, DIM, 0.2, HEADS, 1)
 
 
-def backend(impl):
-    """A backend over a pool of its own whose slots hold the same keys for both implementations."""
+def backend(impl, ranks=1):
+    """A backend over a pool of its own whose slots hold the same keys for both implementations.
+
+    Args:
+        ranks: of data parallel attention.
+    """
     _, pool = make(torch.float32, torch.float32, top_k=1, impl=impl, dense_below=0)
     generator = torch.Generator().manual_seed(4)
     slots = torch.arange(pool.size + PAGE)
@@ -44,15 +48,11 @@ def backend(impl):
     pages = torch.tensor([[5, 2, 7, 1, 0, 0], [6, 3, 4, 0, 0, 0], [0] * 6, [2, 4, 6, 1, 3, 0]])
     table = (pages[:, :, None] * PAGE + torch.arange(PAGE)).reshape(len(pages), CONTEXT).to(torch.int32)
     runner = SimpleNamespace(
-        token_to_kv_pool=pool,
-        req_to_token_pool=SimpleNamespace(req_to_token=table),
-        model=model,
+        token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table), model=model,
         server_args=SimpleNamespace(
-            get_attention_backends=lambda: ("torch_native", "flowlib"),
-            enable_metrics=True,
-            attention_backend=None,
-            prefill_attention_backend="torch_native",
-            decode_attention_backend="flowlib",
+            get_attention_backends=lambda: ("torch_native", "flowlib"), enable_metrics=True,
+            attention_backend=None, prefill_attention_backend="torch_native", decode_attention_backend="flowlib",
+            enable_dp_attention=ranks > 1, dp_size=ranks, attn_dp_size=ranks,
         ),
     )
     return FlowBackend(runner), model
@@ -111,7 +111,7 @@ class Replays:
         self.table = self.reference.req_to_token_pool.req_to_token
         self.static = batch([2, 2, 2], [1, 1, 1], self.table)
         self.worst, self.buffers = 0.0, set()
-        with graphs.capturing_short() if short else nullcontext():
+        with graphs.capturing_short(kernels) if short else nullcontext():
             kernels.init_forward_metadata_out_graph(self.static, in_capture=True)
         self.step = kernels.step
 
@@ -140,21 +140,26 @@ def hooked(target):
     return pkgutil.resolve_name(touch.target), pkgutil.resolve_name(touch.hook)
 
 
-def captured_keys(**runner):
+def runner_of(backend):
+    """SGLang's runner of decode graphs, as far as the hooks see it."""
+    hybrid = SimpleNamespace(decode_backend=backend, prefill_backend=None)
+    return SimpleNamespace(attn_backend=hybrid, record_nolora_graph=False, attention_graph_variants=None)
+
+
+def captured_keys(backend):
     """What one call of ``capture_one_shape`` captures: the last label of the key, and whether it is for short rows."""
     captured = []
     _, hook = hooked(".capture_one_shape")
-    hook(lambda _, *args: captured.append([args[-1], graphs.is_capturing_short()]), SimpleNamespace(**runner), 4, None)
+    hook(lambda _, *args: captured.append([args[-1], backend.captures_short]), runner_of(backend), 4, None)
     return captured
 
 
-def chosen_key(lengths):
+def chosen_key(backend, lengths):
     """The label of the graph that a batch is replayed by, as SGLang's own function and the hook around it say."""
     lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int64)
-    runner = SimpleNamespace(record_nolora_graph=False, attention_graph_variants=None)
     function, hook = hooked("DecodeCudaGraphRunner." + KEYS[version("sglang")])
     more = len(inspect.signature(function).parameters) - 2
-    return hook(function, runner, SimpleNamespace(seq_lens_cpu=lengths), *[4] * more)
+    return hook(function, runner_of(backend), SimpleNamespace(seq_lens_cpu=lengths), *[4] * more)
 
 
 def answer_short(kernels, model):
@@ -164,13 +169,11 @@ def answer_short(kernels, model):
         kernels.setup.plan_for(layer)._executor.choose = None  # a graph of short batches neither scores nor selects
     for seed, (indices, lengths) in enumerate([([0, 1, 2], [48, 33, 1]), ([3, 0, 1], [17, 48, 2])]):
         short.replay(seed, indices, lengths)
-    limit = graphs.Served.tokens
-    keys = {name: chosen_key(lengths) for name, lengths in LENGTHS.items()}
-    captured = captured_keys()
-    graphs.serve(0)
+    apart, dense = backend("triton", ranks=2)[0], SimpleNamespace(short_tokens=0, captures_short=False)
     return {
-        "worst": short.worst, "width": short.step.batch.page_table.shape[1], "limit": limit, "captured": captured,
-        "keys": keys, "without": {"captured": captured_keys(), "key": chosen_key([5])},
+        "worst": short.worst, "width": short.step.batch.page_table.shape[1], "limit": kernels.short_tokens,
+        "captured": captured_keys(kernels), "keys": {name: chosen_key(kernels, own) for name, own in LENGTHS.items()},
+        "without": [{"captured": captured_keys(b), "key": chosen_key(b, [5])} for b in (apart, dense)],
     }  # fmt: skip
 
 

@@ -32,7 +32,9 @@ def methods():
 
     def method(backend, said, cached=(60, 0, 40), pool="latents", threshold=100, **more):
         more = {"disabled": False, "deterministic": False, "mode": ForwardMode.EXTEND} | more
-        attn = SimpleNamespace(chunked_prefix_cache_threshold=threshold, disable_chunked_prefix_cache=more["disabled"])
+        attn = SimpleNamespace(
+            chunked_prefix_cache_threshold=threshold, disable_chunked_prefix_cache=more["disabled"]
+        )
         now = SimpleNamespace(forward_mode=more["mode"], extend_prefix_lens_cpu=list(cached))
         handler = mla_prefill.get_handler(lambda *_: lambda *_: said, object, backend)
         args = SimpleNamespace(enable_deterministic_inference=more["deterministic"])

@@ -109,12 +109,7 @@ def layouts():
     """What is said to pools that do not hold K and V as ``[slots, kv heads, head_dim]`` of plain numbers."""
     setup, _ = make(torch.bfloat16, torch.bfloat16)
     numbers = {
-        "page_size": PAGE,
-        "dtype": torch.bfloat16,
-        "head_num": HEADS,
-        "head_dim": DIM,
-        "layer_num": 2,
-        "device": "cpu",
+        "page_size": PAGE, "dtype": torch.bfloat16, "head_num": HEADS, "head_dim": DIM, "layer_num": 2, "device": "cpu",
         "enable_memory_saver": False,
     }
 

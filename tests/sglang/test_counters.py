@@ -43,16 +43,7 @@ def values(*numbers):
 def test_pages_and_steps_are_added_up(counted):
     step(counted, [33, 48, 16], [[[3, 3], [2, 3], [1, 1]], [[3, 3], [3, 3], [1, 1]]])
     assert counted.read() == values(12 + 11 + 4, 4 * (3 + 3 + 1), 2, 1, 0)
-    step(
-        counted,
-        [17],
-        [
-            [
-                [1, 2],
-            ],
-            [[2, 2]],
-        ],
-    )
+    step(counted, [17], [[[1, 2], ], [[2, 2]]])
     assert counted.read() == values(27 + 7, 28 + 8, 2, 2, 0)
 
 

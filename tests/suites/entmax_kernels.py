@@ -118,7 +118,9 @@ def make(case: Case, seq_lens: list[int] | None = None, keep: float = 0.7, seed:
         slot = table[row, pos // case.page].long() * case.page + pos % case.page
         k[slot] = case.spread * torch.randn(seq_len, *k.shape[1:], generator=g)
         v[slot] = torch.randn(seq_len, *v.shape[1:], generator=g)
-    lists = [[pages_of(-(-n // case.page), keep, g) for _ in range(case.heads * case.lanes)] for n in seq_lens]
+    lists = [
+        [pages_of(-(-n // case.page), keep, g) for _ in range(case.heads * case.lanes)] for n in seq_lens
+    ]
     slopes = torch.rand(case.query_heads, generator=g) * 0.3 if case.alibi else None
     q = torch.randn(rows, case.query_heads, case.dim, generator=g).to(case.dtype)
     scales = (0.03, 4.0) if case.kv_dtype == FP8 else (1.0, 1.0)
@@ -393,7 +395,9 @@ def test_a_fixed_threshold_is_taken_as_it_is(device):
 @pytest.mark.parametrize(("per_head", "planes"), [(True, 3), (False, 3), (False, 1)])
 def test_certificates(per_head, planes, device):
     """Set where every scored page left out has a bound of at most tau; a NaN bound certifies nothing."""
-    case = Case(heads=2, group=3, page=4, width=12, per_head=per_head)
+    case = Case(
+        heads=2, group=3, page=4, width=12, per_head=per_head
+    )
     problem = make(case, [45, 0, 3, 8, 33])
     rows, bos, eos = len(problem.seq_lens), 1, 2
     tau = run(problem, device).tau

@@ -143,9 +143,8 @@ CASES: dict[str, list[Case]] = {
     "Add_Mul": unary(lambda x, alpha=0.0, beta=1.0: x * beta + alpha, {}, {"alpha": 0.5, "beta": -2.0}),
     "Abs": unary(lambda x, alpha=0.0, beta=1.0: (x * beta + alpha).abs(), {}, {"alpha": 0.5, "beta": -2.0}),
     "Exp": unary(lambda x, alpha=0.0, beta=1.0: torch.exp(x * beta + alpha), {}, {"alpha": 0.5, "beta": -2.0}),
-    "Log": unary(
-        lambda x, alpha=0.0, beta=1.0: torch.log(x * beta + alpha), {}, {"alpha": 0.5, "beta": 2.0}, domain="positive"
-    ),
+    "Log": unary(lambda x, alpha=0.0, beta=1.0: torch.log(x * beta + alpha), {}, {"alpha": 0.5, "beta": 2.0},
+                 domain="positive"),
     "Scaled": unary(lambda x: x * 0.25),
     "Sqrt": unary(lambda x: x**0.5, domain="positive"),
     "Clamp": unary(lambda x, lo, hi: torch.clip(x, lo, hi), {"lo": -0.5, "hi": 0.75}),
@@ -157,20 +156,14 @@ CASES: dict[str, list[Case]] = {
     "Transpose": moved(lambda x: torch.einsum("...rc->...cr", x), ((3, 5), {}), ((1, 33), {}), ((4, 16), {})),
     "Reshape": moved(
         lambda x, first, r, c: torch.stack([x.flatten(-2)[..., i * c : (i + 1) * c] for i in range(r)], -2),
-        ((3, 10), {"first": -1, "r": 5, "c": 6}),
-        ((4, 16), {"first": -1, "r": 8, "c": 8}),
+        ((3, 10), {"first": -1, "r": 5, "c": 6}), ((4, 16), {"first": -1, "r": 8, "c": 8}),
         ((1, 24), {"first": -1, "r": 24, "c": 1}),
     ),
     "MaskSlice": moved(
-        lambda x, start, end, dim, alpha=1.0, beta=0.0: torch.tensor(
-            [
-                [alpha if start <= (i, j)[dim - 1] < end else beta for j in range(x.shape[-1])]
-                for i in range(x.shape[-2])
-            ],
-            dtype=x.dtype,
-        ).expand_as(x),
-        ((3, 33), {"start": 5, "end": 20, "dim": 2}),
-        ((5, 7), {"start": 0, "end": 3, "dim": 1, "alpha": 2.5}),
+        lambda x, start, end, dim, alpha=1.0, beta=0.0: torch.tensor([
+            [alpha if start <= (i, j)[dim - 1] < end else beta for j in range(x.shape[-1])] for i in range(x.shape[-2])
+        ], dtype=x.dtype).expand_as(x),
+        ((3, 33), {"start": 5, "end": 20, "dim": 2}), ((5, 7), {"start": 0, "end": 3, "dim": 1, "alpha": 2.5}),
         ((3, 4), {"start": 2, "end": 2, "dim": 2, "beta": -1.0}),
     ),
     "Kron": [
@@ -183,28 +176,9 @@ CASES: dict[str, list[Case]] = {
 """Tile ops by their indexer-side name; a cache-side name has its base's cases."""
 
 ALONE = {
-    "Softmax",
-    "Normalize",
-    "L2Normalize",
-    "Conv1d",
-    "GaussianTau",
-    "topK",
-    "approxTopK",
-    "TopK",
-    "topP",
-    "Threshold",
-    "Union",
-    "Reserved",
-    "Fill",
-    "CFill",
-    "Save",
-    "PagePosition",
-    "QueryPosition",
-    "AlibiSlopes",
-    "GaussianFloor",
-    "TailFloor",
-    "ScoreBound",
-    "TauEstimate",
+    "Softmax", "Normalize", "L2Normalize", "Conv1d", "GaussianTau", "topK", "approxTopK", "TopK", "topP",
+    "Threshold", "Union", "Reserved", "Fill", "CFill", "Save", "PagePosition", "QueryPosition", "AlibiSlopes",
+    "GaussianFloor", "TailFloor", "ScoreBound", "TauEstimate",
 }
 """Ops with tests of their own: they work across pages, or have no input, or write a field from the indexer."""
 

@@ -5,7 +5,7 @@ from typing import Any
 from flowlib.sglang.refusals import Refusal
 from flowlib.sglang.v0_5_16 import mla, symbols
 
-__all__ = ["FLAGS", "LATENTS", "SCHEDULERS", "TOUCHED", "attention_ranks", "in_effect"]
+__all__ = ["FLAGS", "LATENTS", "SCHEDULERS", "TOUCHED", "attention_ranks", "in_effect", "shares_batch"]
 
 TOUCHED = symbols.TOUCHED + mla.TOUCHED
 FLAGS: tuple[Refusal, ...] = ()
@@ -16,6 +16,11 @@ SCHEDULERS = ("dp_size", "pp_size")
 def in_effect(args: Any) -> Any:
     """The arguments themselves: resolving writes to them."""
     return args
+
+
+def shares_batch(args: Any) -> bool:
+    """Not with data parallel attention over more than one rank."""
+    return not args.enable_dp_attention or args.dp_size == 1
 
 
 def attention_ranks(args: Any) -> int:

@@ -29,8 +29,9 @@ def capture_one_shape(
     original: Callable[..., None], self: Any, size: int, forward: Any, stream_idx: Any = None, variant_label: Any = None
 ) -> None:
     """AROUND ``capture_one_shape``: a batch size gets a graph of short batches, too."""
-    if graphs.asked():
-        with graphs.capturing_short():
+    backend = graphs.flow_backend(self)
+    if backend is not None:
+        with graphs.capturing_short(backend):
             original(self, size, forward, stream_idx, _short(variant_label))
     original(self, size, forward, stream_idx, variant_label)
 
@@ -38,7 +39,7 @@ def capture_one_shape(
 def variant_label(original: Callable[..., str | None], self: Any, forward_batch: Any) -> str | None:
     """AROUND ``_resolve_lora_variant``, the part of a graph's key that SGLang chooses for a batch."""
     label = original(self, forward_batch)
-    return _short(label) if graphs.is_short(forward_batch) else label
+    return _short(label) if graphs.is_short(self, forward_batch) else label
 
 
 def _short(label: str | None) -> str:

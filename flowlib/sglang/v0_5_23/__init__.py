@@ -8,7 +8,7 @@ from typing import Any
 from flowlib.sglang.refusals import MISSES_WRITES, Refusal
 from flowlib.sglang.v0_5_23.symbols import TOUCHED
 
-__all__ = ["FLAGS", "LATENTS", "SCHEDULERS", "TOUCHED", "attention_ranks", "in_effect"]
+__all__ = ["FLAGS", "LATENTS", "SCHEDULERS", "TOUCHED", "attention_ranks", "in_effect", "shares_batch"]
 
 OWN_SPARSE = ("minicpm_flashattn", "minicpm_flashinfer", "qsa")
 """Attention backends that choose tokens themselves."""
@@ -19,7 +19,9 @@ FLAGS = (
         "--enable-kv-cache-sharding",
         "the pages of a request would lie on several ranks",
     ),
-    Refusal(lambda a: a.enable_unified_cache_external_linker, "--enable-unified-cache-external-linker", MISSES_WRITES),
+    Refusal(
+        lambda a: a.enable_unified_cache_external_linker, "--enable-unified-cache-external-linker", MISSES_WRITES
+    ),
     Refusal(lambda a: a.enable_pd_role_switch, "--enable-pd-role-switch", MISSES_WRITES),
     Refusal(
         lambda a: a.enable_nvidia_megakernel, "--enable-nvidia-megakernel", "it attends and writes K and V by itself"
@@ -77,6 +79,11 @@ class InEffect:
 def in_effect(args: Any) -> InEffect:
     """A reader of the record and of what resolving declared."""
     return InEffect(args)
+
+
+def shares_batch(args: Any) -> bool:
+    """Not with data parallel attention over more than one rank."""
+    return args.attn_dp_size == 1
 
 
 def attention_ranks(args: Any) -> int:

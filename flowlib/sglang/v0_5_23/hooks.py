@@ -11,8 +11,9 @@ def capture_one_shape(
     variant_label: Any = None, attention_variant: Any = None,
 ) -> None:  # fmt: skip
     """AROUND ``capture_one_shape``: a batch size gets a graph of short batches, too."""
-    if graphs.asked() and attention_variant is None:
-        with graphs.capturing_short():
+    backend = graphs.flow_backend(self)
+    if backend is not None and attention_variant is None:
+        with graphs.capturing_short(backend):
             original(self, size, forward, stream_idx, variant_label, graphs.SHORT)
     original(self, size, forward, stream_idx, variant_label, attention_variant)
 
@@ -22,4 +23,4 @@ def attention_variant(
 ) -> str | None:
     """AROUND ``_resolve_attention_variant``, the part of a graph's key that SGLang chooses for a batch's attention."""
     variant = original(self, forward_batch, capture_batch_size)
-    return graphs.SHORT if variant is None and graphs.is_short(forward_batch) else variant
+    return graphs.SHORT if variant is None and graphs.is_short(self, forward_batch) else variant

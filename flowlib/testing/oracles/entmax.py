@@ -30,6 +30,7 @@ class _Entmax(Oracle):
             high, low = torch.maximum(high, k[:, token]), torch.minimum(low, k[:, token])
         return {"k_max": high[:, None], "k_min": low[:, None]}
 
+
     def bound(self, q: torch.Tensor, pages: Pages, spec: Spec) -> torch.Tensor:
         """Σ_d max(scale · q_d · max_d, scale · q_d · min_d) + the largest slope · (position − query), ``[G, n]``."""
         first = pages["position"][:, 0, 0] * spec.page_size - pages["query_position"]
