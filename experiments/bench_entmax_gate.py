@@ -124,7 +124,8 @@ def _statistics(scene: Scene, cache: PagedKVCache, one: Head) -> Judged:
             else:
                 rounded = torch.finfo(scene.options.stats_dtype).eps * truth.abs() * estimate
             allowed = rounded + (computed if estimate else torch.finfo(torch.float64).tiny)
-            worst = max(worst, float(((kept - truth).abs() / allowed).max()))
+            away = (kept - truth).abs() / allowed
+            worst = max(worst, float(torch.where(away.isnan(), math.inf, away).max()))
             inside = {"k_min": kept > truth, "k_max": kept < truth}.get(name)
             worst = math.inf if inside is not None and bool(inside.any()) else worst
     return "statistics", worst, 1.0, "in units of the tolerance"

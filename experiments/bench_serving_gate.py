@@ -85,21 +85,24 @@ def sequences(device: str, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def truth(folder: Path, asked: list[dict[str, Any]], device: str = "cpu") -> tuple[list[np.ndarray], float]:
+def truth(
+    folder: Path, asked: list[dict[str, Any]], device: str = "cpu", dtype: torch.dtype = torch.float64
+) -> tuple[list[np.ndarray], float]:
     """Log probabilities of the decode steps, ``[steps, vocabulary]`` a sequence, and the largest logit.
 
-    Computed by transformers over the whole sequence in float64 (norms and rotations in float32, as it has them).
+    Computed by transformers over the whole sequence in float64 (norms and rotations in float32, as it has them), or in
+    another `dtype`.
     """
     from transformers import AutoModelForCausalLM
 
     loaded = cast(torch.nn.Module, AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa"))
-    model = loaded.to(device, torch.float64).eval()
+    model = loaded.to(device, dtype).eval()
     set_temperature(model)
     rows, largest = [], 0.0
     with torch.no_grad():
         for sequence in asked:
             ids = torch.tensor([sequence["prompt"] + sequence["force"][:-1]], device=device)
-            logits = model(ids).logits[0, len(sequence["prompt"]) :]
+            logits = model(ids).logits[0, len(sequence["prompt"]) :].double()
             largest = max(largest, float(logits.abs().max()))
             rows.append(logits.log_softmax(-1).cpu().numpy())
     return rows, largest

@@ -121,7 +121,7 @@ def measure_bandwidth(memory: torch.Tensor, seconds: float) -> Bandwidth:
     sums = torch.empty(programs, dtype=torch.int32, device=memory.device)
     half = values[: values.numel() // 2]
     target, total = torch.empty_like(half), torch.empty((), dtype=torch.float32, device=memory.device)
-    floats = memory[: 2 * values.numel()]
+    floats = memory[: 4 * values.numel() // memory.element_size()]
     pool = torch.cuda.graph_pool_handle()
 
     kernel: Any = read_kernel

@@ -28,12 +28,13 @@ from flowlib.kernels.pages import launch_conv1d, launch_normalize
 from flowlib.kernels.planning import launch_page_table
 from flowlib.kernels.select import launch_select, scratch_of
 from flowlib.kernels.select_above import counted_blocks
+from flowlib.testing import gamma
 
 LENGTHS = (0, 1, 37, 130, 259)
 _PAGE, _TOKENS, _LONG, _WIDE = 16, 304, 5_000, 20_000
 _K_AND_V: dict[str, Any] = {"head_dim": 64, "group_size": 4, "num_kv_heads": 2}
 _LATENT: dict[str, Any] = {"kv_lora_rank": 64, "head_dim": 80, "group_size": 20, "num_kv_heads": 1, "scale": 0.1}
-_SUMS = 1e-5  # fp32 against fp32: sums of 5,000 terms in another order
+_SUMS = gamma(_LONG)  # fp32 against fp32: sums of that many terms in another order
 _RELATIVE_ERROR = 0.05  # bf16 against fp32: a kernel that reads the wrong memory is off by far more
 
 

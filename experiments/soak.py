@@ -2,10 +2,9 @@
 
 Over HTTP: shared prefixes, streams whose client goes away, requests aborted while they decode, malformed ones, some
 longer than the pool. Afterwards the idle scheduler recomputes every summary it holds and says where each token of the
-pool is (`soak_check.py`), probes must have the answers they had alone, log probabilities
-are compared with the model in float64 (near with a budget that covers every request, visibly off with another), and a
-scheduler that is killed must take the
-server with it. ``python experiments/soak.py`` (2,000 requests; 150 on a CPU).
+pool is (`soak_check.py`), probes must have the answers they had alone, log probabilities are compared with the model in
+float64 (near with a budget that covers every request, visibly off with another), and a scheduler that is killed must
+take the server with it. ``python experiments/soak.py`` (2,000 requests; 150 on a CPU).
 """
 
 from __future__ import annotations
@@ -53,9 +52,12 @@ async def soak(server: Server, mix: Mix, concurrency: int) -> Outcome:
     return outcome
 
 
-async def compared(server: Server, asker: Asker, outcome: Outcome) -> soak_truth.Compared:
-    """Answers given under load, scored anew by the idle server's prefill, and both against the truth."""
+async def compared(server: Server, asker: Asker, outcome: Outcome) -> soak_truth.Compared | None:
+    """Answers given under load, scored anew by the idle server's prefill, and both against the truth; `None` without
+    an answer."""
     answers, settings = soak_truth.taken(outcome.of("plain", "stream", "probe")), server.settings
+    if not answers:
+        return None
     prefilled = [await asker.prefilled(answer.request.prompt, answer.tokens) for answer in answers]
     longest_dense = await asyncio.to_thread(soak_truth.sparse_above, server.url)
     return await asyncio.to_thread(

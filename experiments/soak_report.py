@@ -72,16 +72,19 @@ def parts_early(answer: Answer, alone: Answer, allowed: float) -> bool:
 
 def judge(outcome: Outcome, mix: Mix, dtype: str) -> list[Verdict]:
     """Every check of the run."""
-    return [*_answers(outcome, mix, dtype), _truth(outcome.compared), *_memory(outcome), *_end(outcome)]
+    return [*_answers(outcome, mix, dtype), *_truth(outcome.compared), *_memory(outcome), *_end(outcome)]
 
 
-def _truth(found: Compared | None) -> Verdict:
-    name = "log probabilities off float64"
+def _truth(found: Compared | None) -> list[Verdict]:
+    names = "prefilled log probabilities off float64", "log probabilities off float64"
     if found is None:
-        return Verdict(name, "nothing compared", "some answers", False)
+        return [Verdict(name, "nothing compared", "some answers", False) for name in names]
     wanted = f"at most {found.allowed:.1e}" if found.covered else f"above {found.allowed:.1e}: pages are left out"
-    told = f"{found.error:.1e} ({found.steps} tokens of {found.answers} answers)"
-    return Verdict(name, told, wanted, found.ok)
+    told = f"({found.steps} tokens of {found.answers} answers)"
+    return [
+        Verdict(names[0], f"{found.prefill:.1e} {told}", f"at most {found.twin:.1e}", found.prefill <= found.twin),
+        Verdict(names[1], f"{found.error:.1e} {told}", wanted, found.ok),
+    ]
 
 
 def _answers(outcome: Outcome, mix: Mix, dtype: str) -> list[Verdict]:

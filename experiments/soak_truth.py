@@ -9,6 +9,7 @@ from pathlib import Path
 
 import bench_serving_gate as gate
 import numpy as np
+import torch
 from soak_requests import Answer
 
 ANSWERS = 48
@@ -23,12 +24,17 @@ class Compared:
         error: the largest distance of a decoded token's log probability from the truth.
         allowed: twice that of the same tokens' by the server's own prefill, which is dense, and one rounding of the
             largest logit: as in the serving benchmark's gate.
+        prefill: the largest distance of the same tokens' log probabilities by the server's prefill.
+        twin: twice the distance of transformers in the served dtype, and that rounding: what `prefill` may be. It is
+            the larger bound, since transformers rounds more; it sees what is wrong in prefill and decoding alike.
         answers, steps: how much was compared.
         covered: the flow's budget covers all of it, so that attention should be dense; else pages were left out.
     """
 
     error: float
     allowed: float
+    prefill: float
+    twin: float
     answers: int
     steps: int
     covered: bool
@@ -68,10 +74,17 @@ def compare(
         device: where the truth is computed.
     """
     asked = [{"prompt": a.request.prompt, "force": a.tokens} for a in answers]
-    rows, largest = gate.truth(model, asked, device=device)
-    truth = [r[np.arange(len(r)), a.tokens[1:]] for r, a in zip(rows, answers, strict=True)]
-    decoded, dense = ([np.array(x[1:]) for x in found] for found in ((a.logprobs for a in answers), prefilled))
-    allowed = gate.tolerance(gate.distance(dense, truth), largest, dtype)
-    lengths = [len(a.request.prompt) + len(a.tokens) for a in answers]
+    rows, largest = gate.truth(model, asked, device)
+    rounded, _ = gate.truth(model, asked, device, getattr(torch, dtype))
+    truth, other = _of_tokens(rows, answers), _of_tokens(rounded, answers)
+    decoded, dense = [np.array(a.logprobs[1:]) for a in answers], [np.array(x[1:]) for x in prefilled]
+    prefill = gate.distance(dense, truth)
+    allowed, twin = (gate.tolerance(error, largest, dtype) for error in (prefill, gate.distance(other, truth)))
+    covered = max(len(a.request.prompt) + len(a.tokens) for a in answers) <= longest_dense
     steps = sum(len(row) for row in truth)
-    return Compared(gate.distance(decoded, truth), allowed, len(answers), steps, max(lengths) <= longest_dense)
+    return Compared(gate.distance(decoded, truth), allowed, prefill, twin, len(answers), steps, covered)
+
+
+def _of_tokens(rows: list[np.ndarray], answers: list[Answer]) -> list[np.ndarray]:
+    """Of log probabilities ``[steps, vocabulary]``, those of the answers' tokens after the first."""
+    return [row[np.arange(len(row)), answer.tokens[1:]] for row, answer in zip(rows, answers, strict=True)]

@@ -22,7 +22,7 @@ _ROUND = {"nearest": torch.round, "up": torch.ceil, "down": torch.floor}
 
 def is_scale(value: float) -> bool:
     """Whether `value` is a power of two from 2**-64 to 2**64."""
-    if not (0 < value < math.inf):
+    if not 0 < value <= 2.0 ** SCALE_EXPONENTS[1]:
         return False
     mantissa, exponent = math.frexp(value)
     return mantissa == 0.5 and SCALE_EXPONENTS[0] <= exponent - 1 <= SCALE_EXPONENTS[1]

@@ -12,6 +12,7 @@ import flowlib
 from flowlib.entmax import gaussian_decode, page_bounds, page_stats, topk_decode
 from flowlib.errors import FormatError, OptionError
 from flowlib.runtime import interpreter
+from flowlib.testing import gamma
 from tests.refusals import refused
 from tests.suites.e4m3 import CODES, half_step, searched
 from tests.suites.entmax_cache import BOTH, SLOPES, Scene, assert_rows, relative
@@ -51,7 +52,8 @@ def assert_statistics(cache, pages, scale):
     ):
         for head, own in enumerate(scale):
             away = (getattr(stats, name)[pages, head].double() - truth[:, head]).abs()
-            assert away.le(half_step(truth[:, head], F8, own) * (1 + 1e-5) + 1e-6).all(), name
+            computed = gamma(keys.shape[1] + 8) * keys[:, :, head].abs().sum(1)
+            assert away.le(half_step(truth[:, head], F8, own) + computed).all(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -128,7 +130,7 @@ def test_certificates_are_true():
             full = torch.empty_like(out)
             topk_decode(q, scene.cache, None, None, full, 100, append_cache=False)
             if sure.any():
-                assert (out - full)[sure].abs().max() <= 1e-5
+                assert (out - full)[sure].abs().max() <= gamma(600) * scene.cache.kv[1].abs().max()
         counts.append(certified)
     assert 0 < counts[1] <= counts[0]
 
@@ -192,7 +194,7 @@ def test_float8_selects_almost_the_same(stats):
 
 
 def test_refusals():
-    for scale in (3.0, 0.0, -1.0, 2.0**65, True, "1"):
+    for scale in (3.0, 0.0, -1.0, 2.0**65, 10**400, math.nan, True, "1"):
         with refused(
             OptionError, f"PagedKVCache: stats_scale is {scale!r}, expected a power of two from 2**-64 to 2**64"
         ):
@@ -232,10 +234,13 @@ def test_the_gate_is_green_and_a_bound_rounded_inwards_is_not(options):
     for name in ("k_max", "k_mean"):
         stat = getattr(cache.stored_stats, name)
         if stat is not None:
-            stat.view(torch.uint8)[2] -= 1
-            found = {v.stage: v.ok for v in bench_entmax_gate.gate(scene)[0]}
-            assert not found["statistics"]
-            stat.view(torch.uint8)[2] += 1
+            codes = stat.view(torch.uint8)[2]
+            right = codes.clone()
+            for wrong in (right - 1, torch.full_like(right, 0x7F)):  # the next code, and NaN
+                codes.copy_(wrong)
+                found = {v.stage: v.ok for v in bench_entmax_gate.gate(scene)[0]}
+                assert not found["statistics"]
+            codes.copy_(right)
 
 
 def test_a_table_of_dtypes_on_the_command_line():

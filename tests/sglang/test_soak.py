@@ -28,7 +28,7 @@ def test_a_short_soak_is_green(tmp_path):
     ended = run([*command, "--requests", "30", "--concurrency", "12", "--pool-tokens", "2048"], timeout=300)
     verdicts = json.loads((tmp_path / "soak.json").read_text())["verdicts"]
     assert [v for v in verdicts if not v["ok"] and v["name"] not in CHANCE] == [], ended.text[-4000:]
-    assert len(verdicts) == 17
+    assert len(verdicts) == 18
     assert (ended.code == 0) == all(v["ok"] for v in verdicts)
 
 
@@ -49,7 +49,7 @@ def outcome_and_mix():
     found |= {"requests": 0}
     killed = {"code": -9, "seconds": 1.0, "left": []}
     return Outcome(alone, answers, [0.2, 0.95], 3, found, found | {"available": 2048, "cached": 0}, killed,
-                   Compared(0.01, 0.1, 48, 900, True)), mix  # fmt: skip
+                   Compared(0.01, 0.1, 0.02, 0.5, 48, 900, True)), mix  # fmt: skip
 
 
 def spoil(outcome, kind, **changes):
@@ -67,6 +67,7 @@ SPOILED = {
     "answers that used the radix cache": lambda o: o.answers.__setitem__(
         slice(None), [replace(a, cached=0) for a in o.answers]
     ),
+    "prefilled log probabilities off float64": lambda o: setattr(o, "compared", replace(o.compared, prefill=0.6)),
     "log probabilities off float64": lambda o: setattr(o, "compared", replace(o.compared, error=float("nan"))),
     "largest share of the pool in use": lambda o: o.usage.pop(),
     "requests retracted": lambda o: setattr(o, "retracted", 0),
@@ -116,6 +117,12 @@ def test_what_is_off_the_truth_depends_on_the_budget(error, covered, ok):
     outcome, mix = outcome_and_mix()
     outcome.compared = replace(outcome.compared, error=error, covered=covered)
     assert ("log probabilities off float64" not in red(outcome, mix)) == ok
+
+
+def test_answers_that_can_not_be_compared_are_red():
+    outcome, mix = outcome_and_mix()
+    outcome.compared = None
+    assert {"prefilled log probabilities off float64", "log probabilities off float64"} <= red(outcome, mix)
 
 
 def test_a_probe_may_part_where_two_tokens_are_equally_good():
