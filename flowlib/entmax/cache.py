@@ -41,7 +41,8 @@ class PagedKVCache:
         stored_stats: the same as they are stored: float8 codes are to be multiplied by `stats_scales`.
         stats_scales: fp32 ``[H_kv]``, powers of two; ``None`` where the statistics are not float8.
         saturated: bool ``[H_kv]``: a statistic of the head was cut since :meth:`initialize`. Its bounds may be none:
-            no output of its queries is certified by them any more. ``None`` as `stats_scales`.
+            no output of its queries is certified by them any more, and selections may leave out what they would prove.
+            ``None`` as `stats_scales`.
         scratch: what kernels work in, kept from step to step until the pool is made anew.
 
     Raises:

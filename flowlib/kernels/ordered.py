@@ -1,4 +1,4 @@
-"""Scores of pages in order: as keys, as blocks without what can't be selected, and as the places of a list."""
+"""What selection kernels share: a row's pages, its scores as keys that order as they do, and the places of a list."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ import triton.language as tl
 
 VECTOR = tl.constexpr(16)
 _SEGMENT = tl.constexpr(32)
+
+
+@triton.jit
+def range_of(seq_len, W, bos, eos, full_pages, dense_below, PAGE: tl.constexpr):
+    """(pages of a row, the range [first, last) that their scores decide on, whether all are taken: there is none)."""
+    n_pages = tl.maximum(tl.minimum((seq_len + PAGE - 1) // PAGE, W), 0)
+    last = n_pages - eos
+    whole = (bos >= last) | (n_pages <= full_pages) | (seq_len <= dense_below)
+    return n_pages, bos, last, whole
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""Page selection: the budget's best scored pages and the reserved pages of every list, ascending. One program a list.
+"""Page selection: the budget's best scored pages and the reserved pages of every list, ascending.
 
 The k-th highest score is found by counting the scores above values between two bounds, first as numbers, then as
 integers that order as they do, so the result is exact and the same on every run. Rows of up to ``_REGISTER_WIDTH``
-pages stay in registers; several programs share a wider one (:mod:`flowlib.kernels.select_wide`).
+pages stay in one program's registers; several programs share a wider one (:mod:`flowlib.kernels.select_wide`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from flowlib.kernels.ordered import VECTOR, compacted, key_of, put, scores_of, value_of
+from flowlib.kernels.ordered import VECTOR, compacted, key_of, put, range_of, scores_of, value_of
 from flowlib.kernels.pdl import begin, options
 from flowlib.kernels.select_above import counted_blocks, launch_select_above
 from flowlib.kernels.select_wide import launch_select_wide, words_of
@@ -140,10 +140,7 @@ def select_kernel(
     if PHYSICAL:
         p_physical += i_list * M
         p_table += i_row // H * s_table
-    n_pages = tl.maximum(tl.minimum((seq_len + PAGE - 1) // PAGE, W), 0)
-    first = bos
-    last = n_pages - eos
-    whole = (first >= last) | (n_pages <= full_pages) | (seq_len <= dense_below)
+    n_pages, first, last, whole = range_of(seq_len, W, bos, eos, full_pages, dense_below, PAGE)
     length = tl.where(whole, n_pages, tl.minimum(n_pages, bos + eos))
     if SCORED:
         if whole:

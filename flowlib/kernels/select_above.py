@@ -12,6 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from flowlib.kernels.ordered import range_of
 from flowlib.kernels.pdl import begin, options
 
 _SHORT_WIDTH = 4096  # rows of at most so many pages are read by each of their programs: one launch less
@@ -24,10 +25,8 @@ _UNCOUNTED = ((16384, 2048, 8), (2**31, 8192, 16))
 @triton.jit
 def _decided_range(seq_len, W, bos, eos, full_pages, dense_below, PAGE: tl.constexpr):
     """Pages of a row, and the range of those that their scores decide on: an empty one where all are kept."""
-    n_pages = tl.maximum(tl.minimum((seq_len + PAGE - 1) // PAGE, W), 0)
-    last = n_pages - eos
-    whole = (bos >= last) | (n_pages <= full_pages) | (seq_len <= dense_below)
-    return n_pages, bos, tl.where(whole, bos, last)
+    n_pages, first, last, whole = range_of(seq_len, W, bos, eos, full_pages, dense_below, PAGE)
+    return n_pages, first, tl.where(whole, first, last)
 
 
 @triton.jit

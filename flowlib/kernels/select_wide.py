@@ -12,12 +12,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from flowlib.kernels.ordered import compacted, key_of, put, scores_of, value_of
+from flowlib.kernels.ordered import compacted, key_of, put, range_of, scores_of, value_of
 from flowlib.kernels.pdl import begin, options
 
-_BLOCK, _WARPS = 1024, 4  # pages of a program: many small ones, since each waits for its loads once,
-_LARGE_BLOCK, _LARGE_WARPS = 4096, 8  # and larger ones where those are more
-_PROGRAMS = 1024  # than a large GPU runs at once
+_PROGRAMS = 1024
+"""About what a large GPU runs at once. Programs are small, since each waits for its loads once; where that makes more
+than so many, they are larger."""
+_BLOCK, _WARPS = 1024, 4  # pages of a small program
+_LARGE_BLOCK, _LARGE_WARPS = 4096, 8
 _BITS = tl.constexpr(8)
 _BINS = tl.constexpr(256)
 _ROUNDS = tl.constexpr(4)
@@ -32,10 +34,8 @@ _VARYING = [
 @triton.jit
 def _searched_range(seq_len, W, bos, eos, full_pages, dense_below, narrow, PAGE: tl.constexpr):
     """Pages of a row, and the range of those to choose from: an empty one for rows that another kernel selects."""
-    n_pages = tl.maximum(tl.minimum((seq_len + PAGE - 1) // PAGE, W), 0)
-    last = n_pages - eos
-    other = (bos >= last) | (n_pages <= full_pages) | (seq_len <= dense_below) | (n_pages <= narrow)
-    return n_pages, bos, tl.where(other, bos, last)
+    n_pages, first, last, whole = range_of(seq_len, W, bos, eos, full_pages, dense_below, PAGE)
+    return n_pages, first, tl.where(whole | (n_pages <= narrow), first, last)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from tests.suites.select_wide import (  # noqa: F401
     narrow,
+    test_calls_that_follow_each_other,
     test_larger_blocks_where_there_are_many_rows,
     test_lists_are_those_of_one_program,
     test_nothing_but_minus_infinity_leaves_the_reserved_pages,
