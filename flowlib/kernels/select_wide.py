@@ -39,6 +39,21 @@ def _searched_range(seq_len, W, bos, eos, full_pages, dense_below, narrow, PAGE:
 
 
 @triton.jit
+def _own_scores(
+    p_scores, p_seq_lens, i_list, i_part, s_row, s_lane, s_page, W, bos, eos, full_pages, dense_below, narrow,
+    H: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, VECTORS: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """(pages of the row, searched range, the program's pages, their scores); nothing that the kernel before writes."""
+    i_row = i_list // LANES
+    seq_len = tl.load(p_seq_lens + i_row // H)
+    n_pages, first, last = _searched_range(seq_len, W, bos, eos, full_pages, dense_below, narrow, PAGE)
+    o_w = i_part * BW + tl.arange(0, BW)
+    # [BW]
+    b_s = scores_of(p_scores + i_row * s_row + i_list % LANES * s_lane, o_w, s_page, first, last, VECTORS)
+    return n_pages, first, last, o_w, b_s
+
+
+@triton.jit
 def _next_digit(p_bins, n_pages, top_k, ratio_q16, ROUND: tl.constexpr):
     """(the key's first ROUND digits, scores with these digits to take), from what the rounds before have counted."""
     o_bin = tl.arange(0, _BINS)
@@ -78,14 +93,11 @@ def digit_kernel(
 ):  # fmt: skip
     """Round ROUND of the search: how many of the scores that share the digits found so far have which next digit."""
     i_list, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i_row = i_list // LANES
-    seq_len = tl.load(p_seq_lens + i_row // H)
-    n_pages, first, last = _searched_range(seq_len, W, bos, eos, full_pages, dense_below, narrow, PAGE)
-    p_scores += i_row * s_row + (i_list % LANES) * s_lane
+    n_pages, first, last, _, b_s = _own_scores(
+        p_scores, p_seq_lens, i_list, i_part, s_row, s_lane, s_page, W, bos, eos, full_pages, dense_below, narrow,
+        H, LANES, PAGE, VECTORS, BW,
+    )  # fmt: skip
     p_bins += i_list * s_bins
-    o_w = i_part * BW + tl.arange(0, BW)
-    # [BW]
-    b_s = scores_of(p_scores, o_w, s_page, first, last, VECTORS)
     begin(PDL)  # not earlier: the kernel before this one began after what wrote scores and lengths
     if (first < last) & (i_part * BW < last):
         b_key = key_of(b_s)
@@ -110,14 +122,11 @@ def count_kernel(
 ):  # fmt: skip
     """How many pages of each block are surely taken, and how many are tied with the last one."""
     i_list, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i_row = i_list // LANES
-    seq_len = tl.load(p_seq_lens + i_row // H)
-    n_pages, first, last = _searched_range(seq_len, W, bos, eos, full_pages, dense_below, narrow, PAGE)
-    p_scores += i_row * s_row + (i_list % LANES) * s_lane
+    n_pages, first, last, o_w, b_s = _own_scores(
+        p_scores, p_seq_lens, i_list, i_part, s_row, s_lane, s_page, W, bos, eos, full_pages, dense_below, narrow,
+        H, LANES, PAGE, VECTORS, BW,
+    )  # fmt: skip
     p_bins += i_list * s_bins
-    o_w = i_part * BW + tl.arange(0, BW)
-    # [BW]
-    b_s = scores_of(p_scores, o_w, s_page, first, last, VECTORS)
     begin(PDL)
     if (first < last) & (i_part * BW < n_pages):
         key, ties = _next_digit(p_bins, n_pages, top_k, ratio_q16, _ROUNDS)
@@ -138,15 +147,12 @@ def write_kernel(
 ):  # fmt: skip
     """Each block writes what it takes behind what the blocks before it take."""
     i_list, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i_row = i_list // LANES
-    seq_len = tl.load(p_seq_lens + i_row // H)
-    n_pages, first, last = _searched_range(seq_len, W, bos, eos, full_pages, dense_below, narrow, PAGE)
-    p_scores += i_row * s_row + (i_list % LANES) * s_lane
+    n_pages, first, last, o_w, b_s = _own_scores(
+        p_scores, p_seq_lens, i_list, i_part, s_row, s_lane, s_page, W, bos, eos, full_pages, dense_below, narrow,
+        H, LANES, PAGE, VECTORS, BW,
+    )  # fmt: skip
     p_bins += i_list * s_bins
     p_pages += i_list * M
-    o_w = i_part * BW + tl.arange(0, BW)
-    # [BW]
-    b_s = scores_of(p_scores, o_w, s_page, first, last, VECTORS)
     begin(PDL)
     if first < last:
         o_n = tl.arange(0, BN)
@@ -160,7 +166,7 @@ def write_kernel(
         length = tl.minimum(tl.sum(b_sure) + ties, M)
         m_take, b_slot, _, _ = compacted(b_s, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied)
         if PHYSICAL:
-            p_table += i_row // H * s_table
+            p_table += i_list // (LANES * H) * s_table
             p_physical += i_list * M
         put(p_pages, p_physical, p_table, b_slot, o_w, m_take & (b_slot < M), PHYSICAL)
         tl.store(p_pages + o_w, -1, mask=(o_w >= length) & (o_w < M))
