@@ -194,7 +194,7 @@ def backend(impl):
     table = (pages[:, :, None] * page + torch.arange(page)).reshape(len(pages), 96).to(torch.int32)
     args = SimpleNamespace(
         get_attention_backends=lambda: ("triton", "flowlib"), enable_metrics=True, attention_backend="triton",
-        prefill_attention_backend=None, decode_attention_backend="flowlib",
+        prefill_attention_backend=None, decode_attention_backend="flowlib", enable_dp_attention=False, dp_size=1,
     )  # fmt: skip
     pools = {"token_to_kv_pool": pool, "req_to_token_pool": SimpleNamespace(req_to_token=table)}
     return FlowBackend(SimpleNamespace(**pools, model=model, server_args=args)), model
