@@ -286,7 +286,9 @@ def _partials(out: StepOutput) -> tuple[torch.Tensor | None, torch.Tensor | None
     return o, out.workspace["partial_lse"][:count].view(rows, heads, out.num_splits)
 
 
-def attend_everything(plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch, attention: Normaliser) -> StepOutput:
+def attend_everything(
+    plan: Plan, q: torch.Tensor, store: KVStore, batch: Batch, attention: Normaliser
+) -> StepOutput:
     """Exact attention over the whole row, o ``[rows, H_q, Dv]`` with lse or tau ``[rows, H_q]``, into fresh tensors."""
     from flowlib.runtime.plan import Plan
 

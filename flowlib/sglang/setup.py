@@ -163,7 +163,9 @@ class FlowSetup:
             "flow": self.name,
             "options": options_of(self.flow, self.config),
             "impl": self.impl,
-            "budget": {**self.config.budget_numbers(), "dense_below": self.dense_below, "page_size": spec.page_size},
+            "budget": {
+                **self.config.budget_numbers(), "dense_below": self.dense_below, "page_size": spec.page_size
+            },
             "sparse_above_tokens": self.sparse_above,
             "sparse_layers": len(self.sparse_layers),
             "dense_layers": [i for i in here if i in self.config.dense_layers],

@@ -37,6 +37,21 @@ def test_small_cases_of_a_flow_are_right(run):
         assert f"{case}: ok" in done.output
 
 
+def test_a_nan_is_no_small_error(run, monkeypatch):
+    script = __import__("small_cases")
+    stock = script.launch_conv1d
+
+    def spoiled(x, y, *args: object, **kwargs: object) -> None:
+        stock(x, y, *args, **kwargs)
+        y[-1, -1, 7] = float("nan")
+
+    monkeypatch.setattr(script, "launch_conv1d", spoiled)
+    monkeypatch.setattr(script, "CASES", {"ops along the pages": script.along_pages})
+    done = run("small_cases", "--device", "cpu", "--flow", "block_sparse_attention")
+    assert done.exit_code == 1
+    assert "ops along the pages: WRONG" in done.output
+
+
 def test_every_hand_written_kernel_has_a_case(run, monkeypatch):
     """The flows are those whose steps have a kernel that no other one has."""
     from triton.runtime.interpreter import GridExecutor

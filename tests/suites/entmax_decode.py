@@ -55,7 +55,7 @@ def on_cpu(info):
 
 
 def assert_same(reference, kernels):
-    """The same pages, flags and routing; thresholds and outputs to within 1e-5."""
+    """The same pages, flags and routing; thresholds, of which t is at most 1, to ten of the solvers' last steps."""
     (_, told), (_, got) = reference, kernels
     got = on_cpu(got)
     width = min(told.selection.pages.shape[2], got.selection.pages.shape[2])
@@ -129,16 +129,13 @@ def test_caches_of_16_bits(dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_statistics_of_8_bits(decode, options, dtype, device):
     scene = world(device, dtype=dtype, dim=64, stats_dtype=torch.float8_e4m3fn, shared=1.0, seed=2)
-    q, (reference, told), (out, info) = both(scene, device, decode, **options)
-    got = on_cpu(info)
-    width = min(told.selection.pages.shape[2], got.selection.pages.shape[2])
-    assert torch.equal(told.selection.pages[..., :width], got.selection.pages[..., :width])
-    assert torch.equal(told.certified, got.certified)
-    assert (told.tau - got.tau).abs().max() <= 1e-5
+    q, reference, kernels = both(scene, device, decode, **options)
+    got = assert_same(reference, kernels)
     if dtype is torch.float32:
-        assert_rows(scene, q, out, 1.5, got, [0.0] * 4)
+        assert_rows(scene, q, kernels[0], 1.5, got, [0.0] * 4)
     else:
-        assert (out - reference).abs().max() <= 4 * torch.finfo(dtype).eps * 4, "as for caches of 16 bits"
+        away = (kernels[0] - reference[0]).abs().max()
+        assert away <= 4 * torch.finfo(dtype).eps * 4, "as for caches of 16 bits"
 
 
 def _errors(scene, q, out, info, slopes):
