@@ -2,7 +2,8 @@
 
 Entmax p = max(z - tau, 0)^(1/a), a = alpha - 1 and z = a * s, has exact zeros, so V is read for few tokens. The first
 kernel reads K once and stores every z and the largest of each tile, the second solves for the tau of each query head
-from what is stored, the third reads V where p > 0; its splits have one tau, so their sums add up.
+from what is stored, and sums the values of heads with few tokens above it; the third does so for the other heads, of
+tiles with p > 0: its splits have one tau, so their sums add up.
 """
 
 from __future__ import annotations
@@ -13,21 +14,25 @@ import triton
 import triton.language as tl
 
 from flowlib.kernels.attend import _cut, _dot_types, _list_every
-from flowlib.kernels.entmax_tau import STATE, powers, solve_head
+from flowlib.kernels.entmax_tau import STATE, threshold_kernel
+from flowlib.kernels.entmax_terms import powers
 from flowlib.kernels.lists import pages_of, tokens_of
 from flowlib.kernels.pdl import begin, options
 
 _HEAD_TILE = 16
 # bytes a value -> (tokens a tile, warps, stages of scores: pages one ahead of K, and K of two tiles under way)
 _TILE = {1: (128, 4, 4), 2: (64, 4, 4), 4: (32, 8, 2)}
-_NARROW = 64  # 16-bit values a token that half of the warps hold
+_NARROW = 64  # 16-bit values a token that a quarter of the warps score, and half of them weigh
+_SCORE_PROGRAMS, _SCORE_TOKENS = 8192, 128  # many programs, since lists differ in length; tokens that are worth one
 _VALUE_STAGES = 2
 _TILE_BYTES = 48 * 1024
 _COARSEST, _FINEST = 128, 16
 _THRESHOLD_WARPS, _THRESHOLD_REGISTERS = 8, 224  # all there are, since few programs solve
 _MANY_REGISTERS = 168  # where the assembler would spill to fit one more program on a multiprocessor
+_VALUE_REGISTERS = 176  # the same where heads are wide
 _REGISTER_TOKENS = 4096  # a head's tokens that stay in registers while tau is solved
 _VALUE_TILES = 64
+_SUPPORT = 256  # tokens with weight that the program which found them also weighs
 _MERGED_VALUES = tl.constexpr(4096)  # of the splits that a program adds up at a time
 _SOLVE_TILES = 2048
 
@@ -36,7 +41,6 @@ EXACT, CORRECTED, FIXED = 0, 1, 2
 MODES = {"exact": EXACT, "corrected": CORRECTED, "fixed": FIXED}
 _KIND = {1.5: 1, 2.0: 2}
 _VARYING = ["W", "M", "s_table"]
-_SOLVING = ["W", "M", "bos", "eos", "n_steps", "s_bound_row", "s_bound_lane", "exact_pages", "exact_tokens"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -109,27 +113,6 @@ def score_kernel(
         tl.store(p_tile_max + o_line * (s_z // FINEST) + o // BT, tl.max(b_z, 1), mask=m_g)
 
 
-@triton.jit(do_not_specialize=_SOLVING)
-def threshold_kernel(
-    p_seq_lens, p_pages, p_lengths, p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, p_certified, p_a,
-    a, beta, n_steps, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos, exact_pages, exact_tokens,
-    H: tl.constexpr, G: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
-    LOOP: tl.constexpr, BN: tl.constexpr, FINEST: tl.constexpr, KIND: tl.constexpr, MODE: tl.constexpr,
-    EVERY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    i_line = tl.program_id(0).to(tl.int64)
-    i_b, i_hq = i_line // (H * G), i_line % (H * G)
-    i_list = (i_b * H + i_hq // G) * LANES + (i_hq % G) * (LANES // G)
-    begin(PDL)
-    seq_len = tl.minimum(tl.load(p_seq_lens + i_b), W * PAGE)
-    n_pages = pages_of(p_lengths, i_list, seq_len, M, PAGE, EVERY)
-    solve_head(
-        p_z, p_tile_max, p_active, p_state, p_tau, p_estimate, p_bounds, p_certified, p_pages, p_seq_lens, p_a,
-        i_b, i_hq, i_list, n_pages, s_z, s_bound_row, s_bound_lane, s_bound_page, W, M, bos, eos,
-        exact_pages, exact_tokens, a, beta, n_steps, H, G, KIND, MODE, EVERY, PAGE, BT, BW, LOOP, BN, FINEST,
-    )  # fmt: skip
-
-
 @triton.jit
 def _sum_of_splits(
     p_partial_o, p_partial_mass, p_o, p_mass, i_b, i_hq, n_heads, n_splits, v_scale, s_o_b, s_o_h, FIRST: tl.constexpr,
@@ -179,10 +162,11 @@ def value_kernel(
     o_g = i_tile * BH + tl.arange(0, BH)
     m_g = o_g < HEADS
     o_hq = i_h * G + i_lane + o_g
-    o_v0, o_v1 = tl.arange(0, DV0), DV0 + tl.arange(0, max(DV1, 1))
     o_line = i_b * (H * G) + o_hq
-
     begin(PDL)
+    if tl.min(tl.load(p_state + o_line * STATE + 4, mask=m_g, other=0.0)) >= 0.0:  # all of these heads are done
+        return
+    o_v0, o_v1 = tl.arange(0, DV0), DV0 + tl.arange(0, max(DV1, 1))
     seq_len = tl.minimum(tl.load(p_seq_lens + i_b), W * PAGE)
     n_pages = pages_of(p_lengths, i_list, seq_len, M, PAGE, EVERY)
     per_split = tl.cdiv(tl.cdiv(n_pages * PAGE, BT), n_splits)
@@ -284,6 +268,8 @@ def workspace(heads: int, max_selected_pages: int, page_size: int) -> dict[str, 
         "z": ((heads, tokens), "float32"),
         "tile_max": ((heads, tokens // _FINEST), "float32"),
         "state": ((heads, STATE.value), "float32"),
+        "support": ((heads, _SUPPORT), "int32"),
+        "weights": ((heads, _SUPPORT), "float32"),
     }
     if tokens > _REGISTER_TOKENS:
         scratch["active"] = ((heads, tokens // _FINEST), "int32")
@@ -292,8 +278,8 @@ def workspace(heads: int, max_selected_pages: int, page_size: int) -> dict[str, 
 
 def launch_entmax(
     q: Any, k: Any, v: Any, page_table: Any, seq_lens: Any, pages: Any, lengths: Any, o: Any, tau: Any, mass: Any,
-    z: Any, tile_max: Any, state: Any, active: Any = None, partial_o: Any = None, partial_mass: Any = None,
-    arrived: Any = None, *,
+    z: Any, tile_max: Any, state: Any, support: Any, weights: Any, active: Any = None, partial_o: Any = None,
+    partial_mass: Any = None, arrived: Any = None, *,
     num_kv_heads: int, group_size: int, lanes: int, page_size: int, scale: float, k_scale: float, v_scale: float,
     alpha: float, a_of_head: Any = None, mode: str = "exact", steps: int = 0, estimate: Any = None,
     exact_pages: int = 0, exact_tokens: int = 0, bounds: Any = None, certified: Any = None, bos: int = 0, eos: int = 1,
@@ -308,7 +294,7 @@ def launch_entmax(
         o: ``[bs, H_q, Dv]``, written; an empty row gives 0.
         tau: fp32 ``[bs, H_q]`` contiguous, written: the threshold of (alpha - 1) * s; -inf for an empty row.
         mass: fp32 ``[bs, H_q]`` contiguous, written: the sum of the probabilities as tau gives them.
-        z, tile_max, state, active: scratch, contiguous ``[bs, ...]``, see :func:`workspace`.
+        z, tile_max, state, support, weights, active: scratch, contiguous ``[bs, ...]``, see :func:`workspace`.
         partial_o: fp32 ``[bs, H_q, num_splits, Dv]``, partial_mass fp32 ``[bs, H_q, num_splits]``; scratch, None with
             one split. arrived as there.
         alpha: above 1, at most 2; 1.5 and 2 take no logarithms.
@@ -334,38 +320,44 @@ def launch_entmax(
     kind = 0 if a_of_head is not None else _KIND.get(float(alpha), 0)
     many = kind == 0 or d1 > 0 or dv1 > 0 or itemsize == 4
     launch = {**options(pdl), **({"maxnreg": _MANY_REGISTERS} if many else {})}
-    grid = (q.shape[0] * num_kv_heads * lanes * triton.cdiv(heads, _HEAD_TILE), num_splits)
+    programs = q.shape[0] * num_kv_heads * lanes * triton.cdiv(heads, _HEAD_TILE)
     tokens, columns, longest = z.shape[-1], page_table.shape[1], 0 if pages is None else pages.shape[-1]
     strides = (0, 0, 0) if bounds is None else bounds.stride()
     if bounds is not None and bounds.shape[1] == 1:
         strides = (strides[0], 0, strides[2])
-    narrow = {"maxnreg": _MANY_REGISTERS} if warps < _TILE[itemsize][1] else {}  # as `many`, on sm_80 alone
+    narrow = itemsize == 2 and max(d0 + d1, dv0 + dv1) <= _NARROW
+    capped = {"maxnreg": _MANY_REGISTERS if narrow else _VALUE_REGISTERS} if many or narrow else {}
     common = {
         "H": num_kv_heads, "G": group_size, "LANES": lanes, "PAGE": page_size, "BT": block, "FINEST": _FINEST,
         "EVERY": every, **launch,
     }  # fmt: skip
-    score_kernel[grid](
+    score_splits = max(1, min(triton.cdiv(tokens, _SCORE_TOKENS), _SCORE_PROGRAMS // programs))
+    score_kernel[(programs, score_splits)](
         q, k, page_table, seq_lens, pages, physical, lengths, alibi_slopes, z, tile_max, a_of_head, scale * k_scale, a,
         *q.stride()[:2], *k.stride()[:2], tokens, page_table.stride(0), columns, longest,
         D=head_dim, D0=d0, D1=d1, QK_TYPE=qk_type, HEADS=heads, BH=_HEAD_TILE, SELECTED=selected,
-        PHYSICAL=physical is not None, WHOLE=block % page_size == 0, num_warps=warps, num_stages=stages, **common,
+        PHYSICAL=physical is not None, WHOLE=block % page_size == 0, num_warps=warps // 4 if narrow else warps,
+        num_stages=stages, **common,
     )  # fmt: skip
     threshold_kernel[(tau.numel(),)](
-        seq_lens, pages, lengths, z, tile_max, active, state, tau, estimate, bounds, certified, a_of_head,
-        a, 1.0 / a, steps if mode == "corrected" else 0, tokens, *strides, columns, longest,
-        bos, eos, exact_pages, exact_tokens, BW=min(_REGISTER_TOKENS, triton.next_power_of_2(tokens)),
-        LOOP=tokens > _REGISTER_TOKENS, BN=min(_SOLVE_TILES, triton.next_power_of_2(tokens // block)), KIND=kind,
-        MODE=MODES[mode], num_warps=_THRESHOLD_WARPS, num_stages=1, **common | {"maxnreg": _THRESHOLD_REGISTERS},
+        v, page_table, seq_lens, pages, physical, lengths, z, tile_max, active, support, weights, state, tau, estimate,
+        bounds, certified, a_of_head, o, mass, a, 1.0 / a, steps if mode == "corrected" else 0, v_scale,
+        *v.stride()[:2], *o.stride()[:2], tokens, *strides, page_table.stride(0), columns, longest, bos, eos,
+        exact_pages, exact_tokens, DV=v_head_dim, DV0=dv0, DV1=dv1, PV_TYPE=pv_type,
+        BW=min(_REGISTER_TOKENS, triton.next_power_of_2(tokens)), LOOP=tokens > _REGISTER_TOKENS,
+        BN=min(_SOLVE_TILES, triton.next_power_of_2(tokens // block)), BS=support.shape[-1], KIND=kind,
+        MODE=MODES[mode], NORMALISED=mode != "fixed", PHYSICAL=physical is not None, num_warps=_THRESHOLD_WARPS,
+        num_stages=1, **common | {"maxnreg": _THRESHOLD_REGISTERS},
     )  # fmt: skip
-    value_kernel[grid](
+    value_kernel[(programs, num_splits)](
         v, page_table, seq_lens, pages, physical, lengths, z, tile_max, state, a_of_head, o, mass,
         partial_o, partial_mass, arrived, 1.0 / a, v_scale, *v.stride()[:2], *o.stride()[:2], tokens,
         page_table.stride(0), columns, longest,
         DV=v_head_dim, DV0=dv0, DV1=dv1, PV_TYPE=pv_type, HEADS=heads, BH=_HEAD_TILE,
         BN=min(_VALUE_TILES, triton.next_power_of_2(tokens // block)), KIND=kind, NORMALISED=mode != "fixed",
         SPLIT=num_splits > 1, BG=min(_HEAD_TILE, triton.next_power_of_2(heads)), PHYSICAL=physical is not None,
-        WHOLE=block % page_size == 0, num_warps=warps, num_stages=_VALUE_STAGES,
-        **common | narrow,
+        WHOLE=block % page_size == 0, num_warps=warps // 2 if narrow else warps, num_stages=_VALUE_STAGES,
+        **common | capped,
     )  # fmt: skip
 
 
@@ -374,4 +366,4 @@ def _block(lanes: int, itemsize: int) -> tuple[int, int, int]:
     block, warps, stages = _TILE[itemsize]
     while block > _FINEST and block * lanes * itemsize > _TILE_BYTES:
         block //= 2
-    return block, warps // 2 if itemsize == 2 and lanes <= _NARROW else warps, stages
+    return block, warps, stages

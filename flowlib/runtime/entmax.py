@@ -42,7 +42,8 @@ def scratch(plan: Plan, rows: int, device: str | torch.device) -> dict[str, torc
 
 def narrowed(work: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
     """The scratch of at most as many rows, under the names of the launch function."""
-    return {name: work[name][:rows] for name in ("z", "tile_max", "state", "active") if name in work}
+    names = ("z", "tile_max", "state", "support", "weights", "active")
+    return {name: work[name][:rows] for name in names if name in work}
 
 
 def arguments(plan: Plan, attention: Entmax, out: StepOutput) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from tests.suites.entmax_kernels import (  # noqa: F401
     test_a_page_of_nan_shows,
     test_an_estimate_is_corrected,
     test_an_estimate_is_corrected_beyond_registers,
+    test_as_many_tokens_as_a_list_holds_are_weighed_where_they_are_found,
     test_attends_to_exactly_the_listed_tokens,
     test_certificates,
     test_each_head_has_its_own_alpha,
@@ -32,6 +33,7 @@ from tests.suites.entmax_kernels import (  # noqa: F401
     test_rows_that_are_hard_to_solve,
     test_splits_do_not_change_the_threshold,
     test_strides_of_queries_and_pool_are_free,
+    test_tiles_without_a_list_are_looked_through_where_the_threshold_is_low,
     test_values_are_read_where_there_is_mass_only,
     test_whole_rows,
 )
