@@ -1,4 +1,9 @@
-"""What selection kernels share: a row's pages, its scores as keys that order as they do, and the places of a list."""
+"""What selection kernels share: a row's pages, its scores as keys that order as they do, the score that the budget's
+best exceed, and the places of a list.
+
+That score is found by counting the scores above values between two bounds, first as numbers, then as integers that
+order as they do.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,9 @@ import triton
 import triton.language as tl
 
 VECTOR = tl.constexpr(16)
+FILL_BLOCK = tl.constexpr(128)
 _SEGMENT = tl.constexpr(32)
+_VALUE_ROUNDS = tl.constexpr(32)
 
 
 @triton.jit
@@ -84,3 +91,76 @@ def compacted(b_s, o_w, n_pages, first, last, threshold, ties, n_sure, n_tied):
     b_sure = n_sure + (b_before & 0xFFFF)
     b_tied = n_tied + (b_before >> 16)
     return m_sure | (m_tied & (b_tied < ties)), b_sure + tl.minimum(b_tied, ties), m_sure, m_tied
+
+
+@triton.jit
+def fill_rest(p_pages, length, M):
+    """-1 past the list."""
+    for o in tl.range(length // FILL_BLOCK * FILL_BLOCK, M, FILL_BLOCK):
+        o_w = o + tl.arange(0, FILL_BLOCK)
+        tl.store(p_pages + o_w, -1, mask=(o_w >= length) & (o_w < M))
+
+
+@triton.jit
+def write_range(p_pages, p_physical, p_table, length, head, gap, M, PHYSICAL: tl.constexpr, BW: tl.constexpr):
+    """Write pages 0..length-1, those from `head` on moved up by `gap`, then -1."""
+    for o in tl.range(0, tl.minimum(length, M), BW):
+        o_w = o + tl.arange(0, BW)
+        b_page = tl.where(o_w < head, o_w, o_w + gap)
+        put(p_pages, p_physical, p_table, o_w, b_page, o_w < tl.minimum(length, M), PHYSICAL)
+    fill_rest(p_pages, length, M)
+
+
+@triton.jit
+def _between(near, far):
+    """A third of the way from one value to another."""
+    return 0.6666667 * near + 0.33333334 * far
+
+
+@triton.jit
+def threshold_of(b_s, m_scored, scored, budget):
+    """(threshold, scores equal to it to take, scores taken); what lies above the threshold is taken as well.
+
+    Args:
+        b_s: scores, -inf where nothing can be selected.
+        m_scored: mask of the scored pages; scored: how many they are.
+        budget: most scores to take.
+    """
+    count = scored
+    low_value = tl.min(tl.where(m_scored, b_s, float("inf")))
+    if low_value == float("-inf"):
+        count = tl.sum((b_s > float("-inf")).to(tl.int32))
+        low_value = tl.min(tl.where(b_s > float("-inf"), b_s, float("inf")))
+    high_value = tl.max(b_s)
+    budget = tl.minimum(count, budget)
+    # `count` scores are >= low, at least the budget; `above`, fewer, are >= high (at first: > high)
+    above = tl.zeros((), tl.int32)
+    i_round = tl.zeros((), tl.int32)
+    # two probes a round share a reduction
+    first_probe = _between(low_value, high_value)
+    second_probe = _between(high_value, low_value)
+    while (
+        (count != budget) & (first_probe > low_value) & (second_probe >= first_probe) & (second_probe < high_value)
+    ) & (i_round < _VALUE_ROUNDS):
+        both = tl.sum((b_s >= first_probe).to(tl.int32) + ((b_s >= second_probe).to(tl.int32) << 16))
+        n_first, n_second = both & 0xFFFF, both >> 16
+        low_up, high_down = n_first >= budget, n_second < budget
+        above = tl.where(low_up, tl.where(high_down, n_second, above), n_first)
+        count = tl.where(high_down, tl.where(low_up, n_first, count), n_second)
+        low_value = tl.where(high_down, tl.where(low_up, first_probe, low_value), second_probe)
+        high_value = tl.where(low_up, tl.where(high_down, second_probe, high_value), first_probe)
+        first_probe = _between(low_value, high_value)
+        second_probe = _between(high_value, low_value)
+        i_round += 1
+    low = key_of(low_value)
+    span = key_of(high_value) - low + (above == 0).to(tl.uint32)
+    while (count != budget) & (span > 1):
+        half = span >> 1
+        n = tl.sum(((b_s > float("-inf")) & (key_of(b_s) >= low + half)).to(tl.int32))
+        up = n >= budget
+        low = tl.where(up, low + half, low)
+        span = tl.where(up, span - half, half)
+        count = tl.where(up, n, count)
+        above = tl.where(up, above, n)
+    low = tl.where(budget > 0, low, 0xFFFFFFFF)
+    return value_of(low), tl.where(count == budget, budget, budget - above), budget

@@ -1,8 +1,8 @@
 """Page selection: the budget's best scored pages and the reserved pages of every list, ascending.
 
-The k-th highest score is found by counting the scores above values between two bounds, first as numbers, then as
-integers that order as they do, so the result is exact and the same on every run. Rows of up to ``_REGISTER_WIDTH``
-pages stay in one program's registers; several programs share a wider one (:mod:`flowlib.kernels.select_wide`).
+Each way to them is exact and gives the same on every run. One program holds a short row in its registers. Long rows are
+shared by several programs: where a block of a row holds many times the budget, each finds the best of its block first
+(:mod:`flowlib.kernels.select_blocks`), else all of them search together (:mod:`flowlib.kernels.select_wide`).
 """
 
 from __future__ import annotations
@@ -12,90 +12,16 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from flowlib.kernels.ordered import VECTOR, compacted, key_of, put, range_of, scores_of, value_of
+from flowlib.kernels.ordered import VECTOR, compacted, fill_rest, range_of, scores_of, threshold_of, write_range
 from flowlib.kernels.pdl import begin, options
 from flowlib.kernels.select_above import counted_blocks, launch_select_above
+from flowlib.kernels.select_blocks import blocks_of, launch_select_blocks
 from flowlib.kernels.select_wide import launch_select_wide, words_of
 
 _REGISTER_WIDTH = 16384  # at most 32767: two counts share an int32
 _NARROW_WIDTH = 2048  # rows of at most so many pages are searched in blocks of this size, whatever the table's width
-_FILL_BLOCK = tl.constexpr(128)
 _EARLY_WIDTH = tl.constexpr(2048)
-_VALUE_ROUNDS = tl.constexpr(32)
 _KEYS_PER_THREAD = 32
-
-
-@triton.jit
-def _fill_rest(p_pages, length, M):
-    """-1 past the list."""
-    for o in tl.range(length // _FILL_BLOCK * _FILL_BLOCK, M, _FILL_BLOCK):
-        o_w = o + tl.arange(0, _FILL_BLOCK)
-        tl.store(p_pages + o_w, -1, mask=(o_w >= length) & (o_w < M))
-
-
-@triton.jit
-def _write_range(p_pages, p_physical, p_table, length, head, gap, M, PHYSICAL: tl.constexpr, BW: tl.constexpr):
-    """Write pages 0..length-1, those from `head` on moved up by `gap`, then -1."""
-    for o in tl.range(0, tl.minimum(length, M), BW):
-        o_w = o + tl.arange(0, BW)
-        b_page = tl.where(o_w < head, o_w, o_w + gap)
-        put(p_pages, p_physical, p_table, o_w, b_page, o_w < tl.minimum(length, M), PHYSICAL)
-    _fill_rest(p_pages, length, M)
-
-
-@triton.jit
-def _between(near, far):
-    """A third of the way from one value to another."""
-    return 0.6666667 * near + 0.33333334 * far
-
-
-@triton.jit
-def _threshold_in_registers(b_s, m_scored, scored, budget):
-    """(threshold, scores equal to it to take, scores taken); what lies above the threshold is taken as well.
-
-    Args:
-        b_s: scores, -inf where nothing can be selected.
-        m_scored: mask of the scored pages; scored: how many they are.
-        budget: most scores to take.
-    """
-    count = scored
-    low_value = tl.min(tl.where(m_scored, b_s, float("inf")))
-    if low_value == float("-inf"):
-        count = tl.sum((b_s > float("-inf")).to(tl.int32))
-        low_value = tl.min(tl.where(b_s > float("-inf"), b_s, float("inf")))
-    high_value = tl.max(b_s)
-    budget = tl.minimum(count, budget)
-    # `count` scores are >= low, at least the budget; `above`, fewer, are >= high (at first: > high)
-    above = tl.zeros((), tl.int32)
-    i_round = tl.zeros((), tl.int32)
-    # two probes a round share a reduction
-    first_probe = _between(low_value, high_value)
-    second_probe = _between(high_value, low_value)
-    while (
-        (count != budget) & (first_probe > low_value) & (second_probe >= first_probe) & (second_probe < high_value)
-    ) & (i_round < _VALUE_ROUNDS):
-        both = tl.sum((b_s >= first_probe).to(tl.int32) + ((b_s >= second_probe).to(tl.int32) << 16))
-        n_first, n_second = both & 0xFFFF, both >> 16
-        low_up, high_down = n_first >= budget, n_second < budget
-        above = tl.where(low_up, tl.where(high_down, n_second, above), n_first)
-        count = tl.where(high_down, tl.where(low_up, n_first, count), n_second)
-        low_value = tl.where(high_down, tl.where(low_up, first_probe, low_value), second_probe)
-        high_value = tl.where(low_up, tl.where(high_down, second_probe, high_value), first_probe)
-        first_probe = _between(low_value, high_value)
-        second_probe = _between(high_value, low_value)
-        i_round += 1
-    low = key_of(low_value)
-    span = key_of(high_value) - low + (above == 0).to(tl.uint32)
-    while (count != budget) & (span > 1):
-        half = span >> 1
-        n = tl.sum(((b_s > float("-inf")) & (key_of(b_s) >= low + half)).to(tl.int32))
-        up = n >= budget
-        low = tl.where(up, low + half, low)
-        span = tl.where(up, span - half, half)
-        count = tl.where(up, n, count)
-        above = tl.where(up, above, n)
-    low = tl.where(budget > 0, low, 0xFFFFFFFF)
-    return value_of(low), tl.where(count == budget, budget, budget - above), budget
 
 
 @triton.jit
@@ -109,7 +35,7 @@ def _write_best(
     if PHYSICAL and BW <= _EARLY_WIDTH:  # all of them, so that the store does not wait for them
         b_physical = tl.load(p_table + o_w, mask=o_w < n_pages, other=0)
     m_scored = (o_w >= first) & (o_w < last)
-    threshold, ties, taken = _threshold_in_registers(b_s, m_scored, last - first, budget)
+    threshold, ties, taken = threshold_of(b_s, m_scored, last - first, budget)
     m_take, b_slot, _, _ = compacted(b_s, o_w, n_pages, first, last, threshold, ties, 0, 0)
     m_take = m_take & (b_slot < M)
     tl.store(p_pages + b_slot, o_w, mask=m_take)
@@ -118,7 +44,7 @@ def _write_best(
             b_physical = tl.load(p_table + o_w, mask=m_take, other=0)
         tl.store(p_physical + b_slot, b_physical, mask=m_take)
     length = tl.minimum(n_pages - (last - first) + taken, M)
-    _fill_rest(p_pages, length, M)
+    fill_rest(p_pages, length, M)
     return length
 
 
@@ -144,7 +70,7 @@ def select_kernel(
     length = tl.where(whole, n_pages, tl.minimum(n_pages, bos + eos))
     if SCORED:
         if whole:
-            _write_range(p_pages, p_physical, p_table, length, first, n_pages - length, M, PHYSICAL, BW)
+            write_range(p_pages, p_physical, p_table, length, first, n_pages - length, M, PHYSICAL, BW)
         elif n_pages <= BW:  # launches after this one select from longer rows
             p_scores += i_row * s_row + (i_list % LANES) * s_lane
             budget = tl.maximum((n_pages.to(tl.int64) * ratio_q16) >> 16, top_k).to(tl.int32)
@@ -164,7 +90,7 @@ def select_kernel(
                     BW,
                 )  # fmt: skip
     else:
-        _write_range(p_pages, p_physical, p_table, length, first, n_pages - length, M, PHYSICAL, BW)
+        write_range(p_pages, p_physical, p_table, length, first, n_pages - length, M, PHYSICAL, BW)
     tl.store(p_lengths + i_list, tl.minimum(length, M))
 
 
@@ -173,19 +99,23 @@ def _num_warps(block: int) -> int:
     return min(16, max(4, block // (32 * _KEYS_PER_THREAD)))
 
 
-def scratch_of(width: int, top_k: int) -> dict[str, int]:
+def scratch_of(width: int, top_k: int, ratio_q16: int = 0) -> dict[str, int]:
     """int32 that a list needs of the scratch of :func:`launch_select`, by argument, over a table of at most `width`
     pages; what has no name there needs none."""
-    blocks = counted_blocks(min(width, top_k))
-    wide = words_of(width) if width > max(top_k, _REGISTER_WIDTH) else 0
-    return {name: words for name, words in (("counts", blocks), ("bins", wide)) if words}
+    shared = None if top_k >= width else blocks_of(width, top_k, ratio_q16)
+    words = {
+        "counts": counted_blocks(min(width, top_k)),
+        "candidates": 0 if shared is None else shared.words,
+        "bins": words_of(width) if width > max(top_k, _REGISTER_WIDTH) else 0,
+    }
+    return {name: n for name, n in words.items() if n}
 
 
 def launch_select(
     scores: Any, seq_lens: Any, pages: Any, lengths: Any, *,
     num_kv_heads: int, lanes: int, page_size: int, bos: int, eos: int, top_k: int, ratio_q16: int, dense_below: int,
     scored: bool, full_pages: int = 0, width: int | None = None, page_table: Any = None, physical: Any = None,
-    counts: Any = None, bins: Any = None, pdl: bool = False,
+    counts: Any = None, candidates: Any = None, bins: Any = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Write the page list of every row (or of every query head of a row).
 
@@ -205,6 +135,8 @@ def launch_select(
             (``top_k >= width``): at least :func:`flowlib.kernels.select_above.counted_blocks` blocks. None where that
             is 0; elsewhere without it each program of a list reads the whole row: the same lists, in time that grows
             with the square of the width.
+        candidates: int32 ``[bs, num_kv_heads * lanes, words]`` contiguous, scratch of rows that are much longer than
+            their budget: as many words as :func:`scratch_of` says. Without it they are selected from more slowly.
         bins: int32 ``[bs, num_kv_heads * lanes, words]`` contiguous, scratch of rows of more than 16,384 pages that
             their budget does not cover: at least :func:`flowlib.kernels.select_wide.words_of` words, zero before the
             first call, and left so that the next one can have them. None where no row is so long.
@@ -225,6 +157,14 @@ def launch_select(
     wide = scored and width > _REGISTER_WIDTH
     if wide and bins is None:
         raise ValueError(f"launch_select: rows of up to {width} pages need the scratch 'bins', see scratch_of")
+    shared = blocks_of(width, top_k, ratio_q16, candidates.shape[-1]) if scored and candidates is not None else None
+    if shared is not None and shared.pays(lengths.numel(), held=not wide):
+        launch_select_blocks(
+            scores, seq_lens, pages, lengths, candidates, shared, num_kv_heads=num_kv_heads, lanes=lanes,
+            page_size=page_size, bos=bos, eos=eos, top_k=top_k, ratio_q16=ratio_q16, dense_below=dense_below,
+            full_pages=full_pages, vectors=_in_vectors(scores), page_table=page_table, physical=physical, pdl=pdl,
+        )  # fmt: skip
+        return
     block = min(_REGISTER_WIDTH, triton.next_power_of_2(max(width if scored else capacity, 32)))
     vectors = scored and _in_vectors(scores)
     strides = scores.stride() if scored else (0, 0, 0)

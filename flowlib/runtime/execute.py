@@ -170,7 +170,7 @@ class Executor:
             full_pages=self.full_pages, dense_below=spec.dense_below,
             scored=scores is not None, width=batch.width, page_table=batch.page_table,
             physical=out.workspace["physical"], counts=out.workspace.get("counts"),
-            bins=out.workspace.get("bins"), pdl=pdl,
+            candidates=out.workspace.get("candidates"), bins=out.workspace.get("bins"), pdl=pdl,
         )  # fmt: skip
 
     def _segment(

@@ -26,7 +26,7 @@ def scratch(
     """
     if not op.scored:
         return {}
-    words = load_function("flowlib.kernels.select:scratch_of")(width, op.limits(spec)[0])
+    words = load_function("flowlib.kernels.select:scratch_of")(width, *op.limits(spec))
     return {name: torch.zeros(*lists, n, dtype=torch.int32, device=device) for name, n in words.items()}
 
 

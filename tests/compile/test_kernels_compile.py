@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowlib.core.errors import OptionError
-from flowlib.kernels import attend, planning, segment, select
+from flowlib.kernels import attend, planning, segment, select, select_blocks
 from flowlib.runtime import interpreter
 from flowlib.testing.compile_only import SHARED_MEMORY_LIMIT, compile_only, report
 
@@ -107,17 +107,35 @@ def test_select(width, spills, target):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("width", [32_768, 65_536, 2**20])
-def test_select_from_rows_that_programs_share(width, rows, target):
+def test_select_from_rows_that_programs_search_together(width, rows, target):
     """As dependent launches where the target has them, in small and in large blocks."""
     with compile_only(target) as kernels:
         select.launch_select(
             torch.empty(rows * 8, 1, width), ints(rows), ints(rows, 8, SELECTED), ints(rows, 8),
-            num_kv_heads=8, lanes=1, page_size=16, bos=1, eos=1, top_k=128, ratio_q16=0, dense_below=0, scored=True,
+            num_kv_heads=8, lanes=1, page_size=16, bos=1, eos=1, top_k=9000, ratio_q16=0, dense_below=0, scored=True,
             width=width, page_table=ints(rows, width), physical=ints(rows, 8, SELECTED),
-            bins=ints(rows, 8, select.scratch_of(width, 128)["bins"]), pdl=target != "sm_80",
+            bins=ints(rows, 8, select.scratch_of(width, 9000)["bins"]), pdl=target != "sm_80",
         )  # fmt: skip
     assert [k.name for k in kernels] == ["select_kernel", *["digit_kernel"] * 4, "count_kernel", "write_kernel"]
     judge(kernels[1:], target, {"digit_kernel", "count_kernel", "write_kernel"})
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize(("width", "top_k"), [(8192, 128), (16_384, 128), (32_768, 2048), (131_072, 128)])
+def test_select_by_the_best_of_each_block(width, top_k, rows, target, monkeypatch):
+    monkeypatch.setattr(select_blocks.Blocks, "pays", lambda *_, **__: True)
+    with compile_only(target) as kernels:
+        for budget in (top_k, top_k - 1):
+            select.launch_select(
+                torch.empty(rows * 8, 1, width), ints(rows), ints(rows, 8, SELECTED), ints(rows, 8), num_kv_heads=8,
+                lanes=1, page_size=16, bos=1, eos=1, top_k=budget, ratio_q16=0, dense_below=0, scored=True,
+                width=width, page_table=ints(rows, width), physical=ints(rows, 8, SELECTED),
+                pdl=target != "sm_80",
+                **{name: ints(rows, 8, words) for name, words in select.scratch_of(width, top_k).items()},
+            )  # fmt: skip
+    assert [k.name for k in kernels] == ["best_of_blocks_kernel", "best_of_candidates_kernel"], "whatever the budget"
+    judge(kernels, target, {"best_of_blocks_kernel", "best_of_candidates_kernel"})
 
 
 @pytest.mark.parametrize("target", TARGETS)
