@@ -117,18 +117,20 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
 def select_wide(device: str) -> bool:
     """Whether a row wider than registers hold gets its best pages: the best of each block's, and by a search of all."""
     scores = torch.randn(2, 1, _WIDE, generator=torch.Generator().manual_seed(1)).to(device)
+    lengths = torch.tensor([_WIDE * _PAGE], dtype=torch.int32, device=device)
     right = []
     for top_k in (10, 9_000):
-        pages = torch.empty(1, 2, top_k + 2, dtype=torch.int32, device=device)
-        lengths = torch.empty(1, 2, dtype=torch.int32, device=device)
-        scratch = scratch_of(_WIDE, top_k)
+        pages, told = (torch.empty(1, 2, *n, dtype=torch.int32, device=device) for n in ((top_k + 2,), ()))
+        scratch: dict[str, Any] = {
+            name: torch.zeros(1, 2, words, dtype=torch.int32, device=device)
+            for name, words in scratch_of(_WIDE, top_k).items()
+        }
         launch_select(
-            scores, torch.tensor([_WIDE * _PAGE], dtype=torch.int32, device=device), pages, lengths, num_kv_heads=2,
-            lanes=1, page_size=_PAGE, bos=1, eos=1, top_k=top_k, ratio_q16=0, dense_below=0, scored=True,
-            **{name: torch.zeros(1, 2, words, dtype=torch.int32, device=device) for name, words in scratch.items()},
+            scores, lengths, pages, told, num_kv_heads=2, lanes=1, page_size=_PAGE, bos=1, eos=1, top_k=top_k,
+            ratio_q16=0, dense_below=0, scored=True, **scratch,
         )  # fmt: skip
         best = scores.cpu()[:, 0, 1:-1].topk(top_k).indices.sort().values + 1
-        right.append(torch.equal(pages[0, :, 1:-1].cpu().long(), best) and lengths.tolist() == [[top_k + 2] * 2])
+        right.append(torch.equal(pages[0, :, 1:-1].cpu().long(), best) and told.tolist() == [[top_k + 2] * 2])
     return all(right)
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 
 VECTOR = tl.constexpr(16)
 FILL_BLOCK = tl.constexpr(128)
+EARLY_WIDTH = tl.constexpr(2048)  # of rows whose physical pages a program loads before it knows which it takes
 _SEGMENT = tl.constexpr(32)
 _VALUE_ROUNDS = tl.constexpr(32)
 

@@ -12,7 +12,16 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from flowlib.kernels.ordered import VECTOR, compacted, fill_rest, range_of, scores_of, threshold_of, write_range
+from flowlib.kernels.ordered import (
+    EARLY_WIDTH,
+    VECTOR,
+    compacted,
+    fill_rest,
+    range_of,
+    scores_of,
+    threshold_of,
+    write_range,
+)
 from flowlib.kernels.pdl import begin, options
 from flowlib.kernels.select_above import counted_blocks, launch_select_above
 from flowlib.kernels.select_blocks import blocks_of, launch_select_blocks
@@ -20,7 +29,6 @@ from flowlib.kernels.select_wide import launch_select_wide, words_of
 
 _REGISTER_WIDTH = 16384  # at most 32767: two counts share an int32
 _NARROW_WIDTH = 2048  # rows of at most so many pages are searched in blocks of this size, whatever the table's width
-_EARLY_WIDTH = tl.constexpr(2048)
 _KEYS_PER_THREAD = 32
 
 
@@ -32,7 +40,7 @@ def _write_best(
     """Write the reserved pages and the best `budget` scored ones; returns the length of the list."""
     o_w = tl.arange(0, BW)
     b_s = scores_of(p_scores, o_w, s_page, first, last, VECTORS)
-    if PHYSICAL and BW <= _EARLY_WIDTH:  # all of them, so that the store does not wait for them
+    if PHYSICAL and BW <= EARLY_WIDTH:  # all of them, so that the store does not wait for them
         b_physical = tl.load(p_table + o_w, mask=o_w < n_pages, other=0)
     m_scored = (o_w >= first) & (o_w < last)
     threshold, ties, taken = threshold_of(b_s, m_scored, last - first, budget)
@@ -40,7 +48,7 @@ def _write_best(
     m_take = m_take & (b_slot < M)
     tl.store(p_pages + b_slot, o_w, mask=m_take)
     if PHYSICAL:
-        if BW > _EARLY_WIDTH:
+        if BW > EARLY_WIDTH:
             b_physical = tl.load(p_table + o_w, mask=m_take, other=0)
         tl.store(p_physical + b_slot, b_physical, mask=m_take)
     length = tl.minimum(n_pages - (last - first) + taken, M)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from flowlib.kernels.ordered import (
+    EARLY_WIDTH,
     FILL_BLOCK,
     VECTOR,
     compacted,
@@ -103,9 +104,10 @@ def best_of_blocks_kernel(
         o_w = i_part * BW + tl.arange(0, BW)
         # [BW]
         b_s = scores_of(p_scores + i_row * s_row + i_list % LANES * s_lane, o_w, s_page, first, last, VECTORS)
-        m_s = b_s > float("-inf")
+        m_scored = (o_w >= first) & (o_w < last)
+        scored = tl.maximum(tl.minimum(last, (i_part + 1) * BW) - tl.maximum(first, i_part * BW), 0)
         budget = tl.minimum(_budget(n_pages, top_k, ratio_q16), room)
-        threshold, ties, taken = threshold_of(b_s, m_s, tl.sum(m_s.to(tl.int32)), budget)
+        threshold, ties, taken = threshold_of(b_s, m_scored, scored, budget)
         m_take, b_slot, _, _ = compacted(b_s, o_w, 0, 0, 0, threshold, ties, 0, 0)
         p_candidates += i_list * s_list + i_part * room
         tl.store(p_candidates + b_slot, b_s.to(tl.int32, bitcast=True), mask=m_take)
@@ -148,17 +150,22 @@ def best_of_candidates_kernel(
     else:
         p_candidates += i_list * s_list
         o_c = tl.arange(0, BW)
-        m_c = o_c < tl.cdiv(last, BLOCK) * room
+        count = tl.cdiv(last, BLOCK) * room
+        m_c = o_c < count
         # [BW]
         b_s = tl.load(p_candidates + o_c, mask=m_c, other=_NOTHING).to(tl.float32, bitcast=True)
         b_page = tl.load(p_candidates + n_blocks * room + o_c, mask=m_c, other=0)
-        m_s = b_s > float("-inf")
-        threshold, ties, taken = threshold_of(
-            b_s, m_s, tl.sum(m_s.to(tl.int32)), _budget(n_pages, top_k, ratio_q16)
-        )  # fmt: skip
+        if PHYSICAL and BW <= EARLY_WIDTH:  # of all of them, so that the store does not wait for them
+            b_physical = tl.load(p_table + b_page, mask=b_s > float("-inf"), other=0)
+        threshold, ties, taken = threshold_of(b_s, m_c, count, _budget(n_pages, top_k, ratio_q16))
         m_take, b_slot, _, _ = compacted(b_s, o_c, 0, 0, 0, threshold, ties, 0, 0)
         b_slot += first
-        put(p_pages, p_physical, p_table, b_slot, b_page, m_take & (b_slot < M), PHYSICAL)
+        m_take = m_take & (b_slot < M)
+        tl.store(p_pages + b_slot, b_page, mask=m_take)
+        if PHYSICAL:
+            if BW > EARLY_WIDTH:
+                b_physical = tl.load(p_table + b_page, mask=m_take, other=0)
+            tl.store(p_physical + b_slot, b_physical, mask=m_take)
         _write_reserved(p_pages, p_physical, p_table, n_pages, first, last, taken, M, PHYSICAL)
         length = tl.minimum(first + taken + n_pages - last, M)
         fill_rest(p_pages, length, M)
