@@ -37,6 +37,7 @@ class Block:
         flat: the same block as ``[pages · r, c']`` where it was loaded so; else empty.
         unit: what the variable must be multiplied by, a power of two, where that is not 1; :meth:`Emitter.fp32` does,
             who takes the block :meth:`Emitter.raw` must.
+        parts: how many bfloat16 values surely add up to each value of an fp32 block; 0 where nobody knows.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Block:
     pad: float | None = None
     flat: str = ""
     unit: str = ""
+    parts: int = 0
 
 
 class Emitter(Protocol):

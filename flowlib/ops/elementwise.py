@@ -32,7 +32,11 @@ class Multiply(_Binary):
         return x * y
 
     def emit(self, e: Emitter, x: Block, y: Block) -> Block:
-        return _square(e, x) if x is y and x.unit and e.raw(x) else super().emit(e, x, y)
+        if x is y and e.raw(x) and x.unit:
+            return _square(e, x)
+        if x is y and e.raw(x) and x.dtype is torch.bfloat16:
+            return _square_in_parts(e, x)
+        return super().emit(e, x, y)
 
 
 def _square(e: Emitter, x: Block) -> Block:
@@ -42,6 +46,14 @@ def _square(e: Emitter, x: Block) -> Block:
         return replace(e.same(f"(0.5 * {x.name}) * (0.5 * {x.name})", x), unit=unit)
     flat = e.let(f"(0.5 * {x.flat}) * (0.5 * {x.flat})", x.shape, x).name
     return replace(e.same(f"tl.reshape({flat}, {x.name}.shape)", x), flat=flat, unit=unit)
+
+
+def _square_in_parts(e: Emitter, x: Block) -> Block:
+    """The square of a bfloat16 block in fp32: 16 bits, which two bfloat16 values hold."""
+    if not x.flat:
+        return replace(e.let(f"{e.fp32(x)} * {e.fp32(x)}", x.shape, x), parts=2, pad=0.0)
+    flat = e.let(f"{x.flat}.to(tl.float32) * {x.flat}.to(tl.float32)", x.shape, x).name
+    return replace(e.let(f"tl.reshape({flat}, {x.name}.shape)", x.shape, x), flat=flat, parts=2, pad=0.0)
 
 
 class Maximum(_Binary):

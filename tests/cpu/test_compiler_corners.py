@@ -8,7 +8,7 @@ import torch
 import flowlib
 from flowlib import FORMAT, RunContext, SelectionHandle, as_vtensor, ops, vFlow
 from flowlib.errors import OptionError, ShapeError
-from flowlib.testing import Case, scene, verify_flow
+from flowlib.testing import Case, gamma, scene, verify_flow
 
 SIZES = {"page_size": 4, "head_dim": 16, "group_size": 2, "num_kv_heads": 2, "max_pages": 12}
 
@@ -266,3 +266,41 @@ def test_rows_of_pages_are_one_axis_of_products(page_size, joined, summary_dtype
         report = verify_flow(name, cases=[Case("rows", spec, (11 * page_size + 3, 5 * page_size, 7))])
         assert report.ok, str(report)
         assert not report.notes
+
+
+class Variance(vFlow):
+    """The largest variance of the scores in a page were its keys' dimensions independent; q as either operand."""
+
+    def __init__(self, first):
+        self.first, self.cstd, self.gemm, self.multiply = first, ops.CStd(dim=1), ops.GeMM(), ops.Multiply()
+        self.max, self.topk = ops.Max(dim=2 if first else 1), ops.topK()
+
+    def create_cache(self, page_size, head_dim):
+        return {"std": (1, head_dim)}
+
+    def forward_cache(self, cache, loc, ctx):
+        self.cstd(cache["k"], cache["std"], loc=loc, ctx=ctx)
+
+    def forward_indexer(self, q, o, cache, ctx):
+        squares = [self.multiply(q, q, ctx=ctx), self.multiply(cache["std"], cache["std"], ctx=ctx)]
+        self.topk(self.max(self.gemm(*(squares if self.first else squares[::-1]), ctx=ctx), ctx=ctx), o, ctx=ctx)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("head_dim", "group_size", "first"), [(64, 4, True), (96, 3, True), (64, 4, False), (64, 1, True)]
+)
+def test_squares_of_16_bit_fields_lose_nothing_in_products(head_dim, group_size, first, dtype):
+    """Those of bfloat16 go to tensor cores in two parts, beside others' three; with one part it is off by 2^-9."""
+    plan = flowlib.profile(
+        Variance(first), spec_of(page_size=16, head_dim=head_dim, group_size=group_size, max_pages=24, kv_dtype=dtype)
+    )
+    made = scene(plan, [16 * 22 + 5, 16 * 9, 3], seed=1)
+    pool = made.pool_by("triton")
+    scores = plan.step(made.q, pool, made.batch, impl="triton").workspace["scores"]
+    q, std = made.q.double().view(3, 2, group_size, head_dim), pool.fields["std"].double()
+    for row, n_pages in enumerate((23, 9)):
+        table = made.batch.page_table[row, 1 : n_pages - 1].long()
+        want = (q[row].square() @ std[table, :, 0].square().permute(1, 2, 0)).amax(1)
+        got = scores.view(3, 2, -1)[row, :, 1 : n_pages - 1].double()
+        assert ((got - want) / want).abs().max() <= gamma(head_dim + 12)
