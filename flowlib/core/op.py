@@ -37,7 +37,8 @@ class Block:
         flat: the same block as ``[pages · r, c']`` where it was loaded so; else empty.
         unit: what the variable must be multiplied by, a power of two, where that is not 1; :meth:`Emitter.fp32` does,
             who takes the block :meth:`Emitter.raw` must.
-        parts: how many bfloat16 values surely add up to each value of an fp32 block; 0 where nobody knows.
+        parts: how many bfloat16 values add up to each value of an fp32 block whose padded lanes hold 0, where it is
+            finite and not below 2^-118; 0 where nobody knows.
     """
 
     name: str

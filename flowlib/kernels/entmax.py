@@ -2,8 +2,8 @@
 
 Entmax p = max(z - tau, 0)^(1/a), a = alpha - 1 and z = a * s, has exact zeros, so V is read for few tokens. The first
 kernel reads K once and stores every z and the largest of each tile, the second solves for the tau of each query head
-from what is stored, and sums the values of heads with few tokens above it; the third does so for the other heads, of
-tiles with p > 0: its splits have one tau, so their sums add up.
+from what is stored, and sums the values of heads with few tokens above it; the third does so for the heads that share a
+program with one of many, of tiles with p > 0: its splits have one tau, so their sums add up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TILE_BYTES = 48 * 1024
 _COARSEST, _FINEST = 128, 16
 _THRESHOLD_WARPS, _THRESHOLD_REGISTERS = 8, 224  # all there are, since few programs solve
 _MANY_REGISTERS = 168  # where the assembler would spill to fit one more program on a multiprocessor
-_VALUE_REGISTERS = 176  # the same where heads are wide
+_VALUE_REGISTERS = 176  # the same for values, but of narrow heads
 _REGISTER_TOKENS = 4096  # a head's tokens that stay in registers while tau is solved
 _VALUE_TILES = 64
 _SUPPORT = 256  # tokens with weight that the program which found them also weighs
@@ -288,7 +288,8 @@ def launch_entmax(
 ) -> None:  # fmt: skip
     """Entmax attention over the tokens of every row's page list.
 
-    Arguments not named here are those of :func:`flowlib.kernels.attend.launch_attend`.
+    Arguments not named here are those of :func:`flowlib.kernels.attend.launch_attend`; `num_splits` cuts the values.
+    With `every` the page table finds the pages.
 
     Args:
         o: ``[bs, H_q, Dv]``, written; an empty row gives 0.
@@ -331,7 +332,8 @@ def launch_entmax(
         "H": num_kv_heads, "G": group_size, "LANES": lanes, "PAGE": page_size, "BT": block, "FINEST": _FINEST,
         "EVERY": every, **launch,
     }  # fmt: skip
-    score_splits = max(1, min(triton.cdiv(tokens, _SCORE_TOKENS), _SCORE_PROGRAMS // programs))
+    score_splits = max(1, min(triton.cdiv(tokens, _SCORE_TOKENS), _SCORE_PROGRAMS // max(programs, 1)))
+    physical = None if every else physical
     score_kernel[(programs, score_splits)](
         q, k, page_table, seq_lens, pages, physical, lengths, alibi_slopes, z, tile_max, a_of_head, scale * k_scale, a,
         *q.stride()[:2], *k.stride()[:2], tokens, page_table.stride(0), columns, longest,

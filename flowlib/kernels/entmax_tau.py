@@ -26,7 +26,8 @@ _CLOSE = tl.constexpr(2.0**-4)  # the step after it is some 2^-8
 _ROUNDED = tl.constexpr(2.0**-19)
 _ENOUGH = tl.constexpr(1.0 - 64 * 2.0**-23)
 STATE = tl.constexpr(8)
-"""Numbers kept of a row: max z, t, w, the last step, and how many tokens were listed and weighed (-1: none was)."""
+"""Room for the numbers kept of a row: max z, t, w, the last step, and how many tokens were listed and weighed (-1: none
+was)."""
 
 
 @triton.jit
@@ -34,11 +35,6 @@ def _terms(b_z, top, t, w, beta, KIND: tl.constexpr):
     """The powers of z - tau, of tokens whose z is -inf where they do not count."""
     b_d = b_z - top
     return powers(b_d - t, b_d - w, beta, KIND)
-
-
-@triton.jit
-def _totals(b_p, b_s):
-    return tl.sum(b_p), tl.sum(b_s)
 
 
 @triton.jit
@@ -56,7 +52,7 @@ def _sums_in_loop(
         b_p, b_s = _terms(b_z, top, t, w, beta, KIND)
         b_total += b_p
         b_slope += b_s
-    return _totals(b_total, b_slope)
+    return tl.sum(b_total), tl.sum(b_slope)
 
 
 @triton.jit
@@ -99,7 +95,7 @@ def _sums(
         total, slope = _sums_in_loop(p_z, p_active, n_active, n_tokens, top, t, w, beta, KIND, BT, BW)
     else:
         b_p, b_s = _terms(b_z, top, t, w, beta, KIND)
-        total, slope = _totals(b_p, b_s)
+        total, slope = tl.sum(b_p), tl.sum(b_s)
     return total, slope
 
 
@@ -157,8 +153,7 @@ def _below(p_tile_max, b_first, n_tiles, top, a, beta, KIND: tl.constexpr, BN: t
             b_p, b_s = _terms(_tile_maxima(p_tile_max, o + tl.arange(0, BN), n_tiles), top, t, w, beta, KIND)
             b_total += b_p
             b_slope += b_s
-        total, slope = _totals(b_total, b_slope)
-        step = tl.maximum(_newton(total, slope, a, KIND), 0.0)
+        step = tl.maximum(_newton(tl.sum(b_total), tl.sum(b_slope), a, KIND), 0.0)
         t, w = t + step, w + step
         i += 1
         going = (i < _TILE_STEPS) & (step > _CLOSE)
@@ -209,7 +204,7 @@ def _solve(
 ):  # fmt: skip
     """Threshold of one query head, whose tokens are the `n_pages` pages listed; pointers are to its own values.
 
-    Returns how many tokens with mass it listed: -1 where they are too many.
+    Returns how many tokens with mass it listed: -1 where they are too many, or were not all at hand.
     """
     n_tokens = n_pages * PAGE
     n_tiles = tl.cdiv(n_tokens, BT)

@@ -29,7 +29,7 @@ from flowlib.kernels.pdl import begin, options
 _SHORTEST = 4096  # rows of at most so many pages are one program's
 _BLOCKS = (1024, 2048, 4096, 8192)
 _LEAST_SAVING = 4  # times the budget that a block holds
-_MOST_CANDIDATES = 16384  # that a program holds in its registers
+_MOST_CANDIDATES = 8192  # that a program holds in its registers without spilling
 _FEW_LISTS = 64  # leave multiprocessors idle where one program has a row
 _FEW_KEYS, _MANY_KEYS, _MOST_WARPS = 8, 32, 8  # keys a thread
 _NOTHING = tl.constexpr(-8388608)  # the bits of -inf

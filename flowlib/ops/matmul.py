@@ -24,8 +24,9 @@ _VECTOR_COLUMNS = 8  # of the tensor cores' product with one vector: its parts, 
 class GeMM(TileOp):
     """y · xᵀ per entry: x ``[., Nx, K]``, y ``[., Ny, K]`` -> ``[., Ny, Nx]``.
 
-    Operands in a 16-bit storage dtype go to the tensor cores with fp32 accumulation. An fp32 operand beside one, or
-    beside a square of one, is the sum of three 16-bit parts there; two other fp32 operands stay in full fp32.
+    Operands in a 16-bit storage dtype go to the tensor cores with fp32 accumulation. An fp32 operand beside one is the
+    sum of three 16-bit parts there, and so is one beside the square of a bfloat16 field, which is the sum of two; other
+    fp32 operands stay in full fp32.
     """
 
     finite: ClassVar[bool] = True
@@ -85,7 +86,7 @@ class GeMM(TileOp):
             for part in reversed(parts[:-1]):
                 text = f"tl.dot({left}, {self._columns(e, x, part)}, {text})"
             return f"tl.reshape({text}, {shape}){_times(unit, y.unit)}"
-        if y.parts and y.pad == 0.0:
+        if y.parts:
             return f"tl.reshape({self._dot_of_parts(e, x, y, rows, depth)}, {shape})"
         left = f"tl.reshape({e.filled(y, self.identity, 2)}, [{rows}, {depth}])"
         right = self._columns(e, x, e.filled(x, self.identity, 2))
@@ -95,8 +96,9 @@ class GeMM(TileOp):
         """Rows of an fp32 `y` in few parts times those of `x`, the small products first."""
         part_of, narrow = "flowlib.kernels.split:part_of", _NARROW[torch.bfloat16]
         shape, total = (y.shape[0], x.shape[0]), ""
+        count = x.parts or (1 if e.raw(x) and x.dtype is torch.bfloat16 else _PARTS)
         halves = [e.call(part_of, y.flat or y.name, str(i), narrow)[0] for i in range(y.parts)]
-        for part in reversed(self._parts(e, x, torch.bfloat16, x.parts or _PARTS)[0]):
+        for part in reversed(self._parts(e, x, torch.bfloat16, count)[0]):
             for half in reversed(halves):
                 left = half if y.flat else f"tl.reshape({half}, [{rows}, {depth}])"
                 total = e.let(f"tl.dot({left}, {self._columns(e, x, part)}{total and f', {total}'})", shape, y).name

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 LAUNCH = "flowlib.kernels.entmax:launch_entmax"
 PROGRAMS = 1024
-"""Programs a step is cut into: twice those of softmax attention were faster for heads of 64."""
+"""Programs that values are cut into: twice those of softmax attention were faster for heads of 64."""
 
 
 def unestimated_pages(plan: Plan) -> int:

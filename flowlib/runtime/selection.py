@@ -18,7 +18,7 @@ from flowlib.runtime.batch import Batch
 def scratch(
     op: SelectOp, spec: Spec, lists: tuple[int, int], width: int, device: str | torch.device
 ) -> dict[str, torch.Tensor]:
-    """What long rows are counted in, by the name of the selection kernel's argument: int32 ``[*lists, words]``, zero.
+    """What long rows are selected by, by the name of the selection kernel's argument: int32 ``[*lists, words]``, zero.
 
     Args:
         lists: (rows, page lists of a row).

@@ -164,7 +164,7 @@ def run(p: Problem, device: str, listed: bool = True, **options: object) -> Resu
         scratch["partial_o"] = nan(rows, heads, case.splits, v_dim)
         scratch["partial_mass"] = nan(rows, heads, case.splits)
     given = {
-        "alpha": case.alpha, "physical": physical.to(device) if case.physical and not options.get("every") else None,
+        "alpha": case.alpha, "physical": physical.to(device) if case.physical else None,
         "alibi_slopes": None if p.slopes is None else p.slopes.to(device), **options,
     }  # fmt: skip
     entmax.launch_entmax(

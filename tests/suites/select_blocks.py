@@ -36,11 +36,11 @@ def test_lists_are_those_of_one_program(top_k, more, block, short, device):
 
 
 def test_lists_are_cut_at_their_room(short, device):
-    """Lists of 64 entries for a budget of 32 pages and 40 reserved ones."""
+    """Lists of 64 entries for a budget of 32 pages and 40 reserved ones, or so many that they fill blocks."""
     scores, lengths, table = problem([WIDTH], 1, device)
-    for bos, eos in ((40, 1), (2, 70)):
+    for bos, eos in ((40, 1), (2, 70), (70, 0), (140, 3), (0, 140)):
         lists = []
-        for room in ({}, scratch(1, HEADS * LANES, WIDTH, 32, device)):
+        for room in ({}, {"candidates": torch.full((1, HEADS * LANES, 777), -1, dtype=torch.int32, device=device)}):
             pages, physical = (torch.full((1, HEADS * LANES, 64), 77, device=device, dtype=torch.int32) for _ in "ab")
             told = torch.full((1, HEADS * LANES), 77, dtype=torch.int32, device=device)
             select.launch_select(
@@ -67,7 +67,7 @@ def test_calls_that_follow_each_other(pdl, short, device):
             assert torch.equal(x, want)
 
 
-@pytest.mark.parametrize(("width", "top_k"), [(8192, 128), (16_384, 128), (40_001, 100), (70_000, 1000)])
+@pytest.mark.parametrize(("width", "top_k"), [(8192, 128), (16_384, 128), (40_001, 100), (70_000, 500)])
 def test_rows_of_a_real_size(width, top_k, device):
     """Against a stable sort, whose ties go to the lower page."""
     assert select_blocks.blocks_of(width, top_k, 0).pays(2, held=width <= 16_384)
@@ -110,4 +110,6 @@ def test_narrower_tables_fit_in_the_scratch_of_wider_ones():
             for width in (4097, 5000, 8192, 9001, 16_384, 30_000, 65_536, 131_072):
                 shared = select_blocks.blocks_of(width, top_k, ratio) if width <= widest and most else None
                 if shared is not None:
-                    assert select_blocks.blocks_of(width, top_k, ratio, most) is not None, (widest, width, top_k)
+                    fitting = select_blocks.blocks_of(width, top_k, ratio, most)
+                    assert fitting is not None, (widest, width, top_k)
+                    assert fitting.words <= most
