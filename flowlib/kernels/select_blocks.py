@@ -29,9 +29,10 @@ from flowlib.kernels.pdl import begin, options
 _SHORTEST = 4096  # rows of at most so many pages are one program's
 _BLOCKS = (1024, 2048, 4096, 8192)
 _LEAST_SAVING = 4  # times the budget that a block holds
-_MOST_CANDIDATES = 8192  # that a program holds in its registers without spilling
+_MOST_CANDIDATES = 16384  # that a program holds in its registers, a few words apart
 _FEW_LISTS = 64  # leave multiprocessors idle where one program has a row
-_FEW_KEYS, _MANY_KEYS, _MOST_WARPS = 8, 32, 8  # keys a thread
+_FEW_KEYS, _MANY_KEYS = 8, 32  # a thread has
+_WIDE = 8192  # scores that 8 warps hold
 _NOTHING = tl.constexpr(-8388608)  # the bits of -inf
 _VARYING = ["W", "bos", "eos", "top_k", "ratio_q16", "full_pages", "dense_below", "s_row", "s_lane", "s_list", "room"]
 
@@ -199,6 +200,6 @@ def launch_select_blocks(
 
 
 def _num_warps(block: int, lists: int) -> int:
-    if lists <= _FEW_LISTS:
-        return min(_MOST_WARPS, max(4, block // (32 * _FEW_KEYS)))
-    return min(16, max(4, block // (32 * _MANY_KEYS)))
+    if block > _WIDE:
+        return 16
+    return min(8, max(4, block // (32 * (_FEW_KEYS if lists <= _FEW_LISTS else _MANY_KEYS))))

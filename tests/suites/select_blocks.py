@@ -67,7 +67,7 @@ def test_calls_that_follow_each_other(pdl, short, device):
             assert torch.equal(x, want)
 
 
-@pytest.mark.parametrize(("width", "top_k"), [(8192, 128), (16_384, 128), (40_001, 100), (70_000, 500)])
+@pytest.mark.parametrize(("width", "top_k"), [(8192, 128), (16_384, 128), (40_001, 100), (131_072, 1000)])
 def test_rows_of_a_real_size(width, top_k, device):
     """Against a stable sort, whose ties go to the lower page."""
     assert select_blocks.blocks_of(width, top_k, 0).pays(2, held=width <= 16_384)
@@ -89,10 +89,12 @@ def test_rows_of_a_real_size(width, top_k, device):
 
 
 def test_what_is_shared():
-    """As measured: few long rows, and all that one program cannot hold, unless a large part of few rows is chosen."""
+    """As measured, but for 128 x 65,536: few long rows, and all that one program cannot hold, unless a large part of few
+    rows is chosen."""
     cases = [
         (8, 8192, 128, True), (8, 16_384, 128, True), (8, 65_536, 128, True), (8, 131_072, 128, True),
         (128, 8192, 128, False), (128, 16_384, 128, False), (128, 32_768, 128, True), (128, 32_768, 2048, True),
+        (128, 65_536, 2048, True),
         (8, 32_768, 2048, False), (8, 8192, 512, False),
     ]  # fmt: skip
     for lists, width, top_k, wanted in cases:
