@@ -89,8 +89,7 @@ def test_rows_of_a_real_size(width, top_k, device):
 
 
 def test_what_is_shared():
-    """As measured, but for 128 x 65,536: few long rows, and all that one program cannot hold, unless a large part of few
-    rows is chosen."""
+    """As measured (128 x 65,536 was not): few long rows, and what one program cannot hold, but large parts of few."""
     cases = [
         (8, 8192, 128, True), (8, 16_384, 128, True), (8, 65_536, 128, True), (8, 131_072, 128, True),
         (128, 8192, 128, False), (128, 16_384, 128, False), (128, 32_768, 128, True), (128, 32_768, 2048, True),
