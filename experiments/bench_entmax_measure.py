@@ -299,5 +299,3 @@ def _is_compiled(spec: flowlib.Spec) -> bool:
 
 def _bound(call: Call, cache: PagedKVCache) -> Callable[[], object]:
     return lambda: call(cache)
-
-

@@ -45,7 +45,6 @@ def verify_flows(
     with _progress() as bar:
         task = bar.add_task("", total=total)
         for name in names:
-
             bar.update(task, description=name)
             found = verify_flow(
                 name, options=options, spec=spec, impl=impls, device=place, seed=seed,
